@@ -1,0 +1,111 @@
+"""Pages made from the declarations while the site is built: one for each op family, one for the Python interface."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch_hal as hal
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from torch_hal import native, plugins
+from torch_hal.kernel import Kernel
+from torch_hal.op import Op, declared
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the generated pages into the navigation."""
+    assert config.nav is not None
+    config.nav += [{"Ops": [f"ops/{family}.md" for family in families()]}, {"Reference": ["api.md"]}]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Write the generated pages."""
+    for family, ops in families().items():
+        files.append(File.generated(config, f"ops/{family}.md", content=family_page(family, ops)))
+    files.append(File.generated(config, "api.md", content=api_page()))
+    return files
+
+
+def families() -> dict[str, list[Op[..., Any]]]:
+    """Ops by family, in the order of their declaration."""
+    grouped: dict[str, list[Op[..., Any]]] = {}
+    for op in declared().values():
+        grouped.setdefault(op.family, []).append(op)
+    return dict(sorted(grouped.items()))
+
+
+def family_page(family: str, ops: list[Op[..., Any]]) -> str:
+    about = inspect.getdoc(inspect.getmodule(ops[0].reference)) or ""
+    return "\n\n".join([f"# {family.replace('_', ' ').capitalize()}", about, *map(op_section, ops)]) + "\n"
+
+
+def op_section(op: Op[..., Any]) -> str:
+    kernels = [k for k in (*plugins.discover().kernels, native.native_kernel(op)) if k.op == op.name]
+    arguments = [(f"`{name}`", f"`[{', '.join(dims.split())}]`", dtypes(op, name)) for name, dims in op.shapes.items()]
+    parts = [
+        f"## {op.name}",
+        fenced("python", f"{op.name}{op.signature}"),
+        fenced("text", inspect.cleandoc(op.__doc__ or "")),
+        f"Schema: `{op.schema}`, contract version {op.version}." + twin(op),
+        table(("argument", "shape", "dtype"), arguments),
+        *([f"It must hold that {'; '.join(f'{meaning} (`{test}`)' for test, meaning in op.where.items())}."] if op.where else []),
+        numbers(op),
+        table(("contract", "position"), op.contracts.items()),
+        table(("kernel", "rank", "needs", "declares"), map(kernel_row, kernels)),
+    ]
+    return "\n\n".join(parts)
+
+
+def dtypes(op: Op[..., Any], name: str) -> str:
+    allowed = op.dtypes.get(name, "any")
+    names = [str(d).removeprefix("torch.") for d in (allowed if isinstance(allowed, tuple) else (allowed,))]
+    return " or ".join(f"that of `{n}`" if n in op.shapes else n for n in names)
+
+
+def twin(op: Op[..., Any]) -> str:
+    return f" In-place twin of [`{op.twin_of}`](#{op.twin_of})." if op.twin_of else ""
+
+
+def numbers(op: Op[..., Any]) -> str:
+    accumulator = str(op.accumulates).removeprefix("torch.")
+    return (
+        f"Accumulates in {accumulator}, rounds {op.rounds}×; longest sum: `{op.reduces}` terms; "
+        f"floating-point operations: `{op.flops}`."
+    )
+
+
+def kernel_row(kernel: Kernel) -> tuple[str, str, str, str]:
+    needs = kernel.requires
+    library = f"{needs.library.name}{needs.library.version}" if needs.library is not None else ""  # type: ignore[union-attr]
+    wants = [needs.vendor or "", " or ".join(needs.arch), *sorted(needs.features), library]
+    declares = [*sorted(kernel.traits), *([f"layout {kernel.layout}"] if kernel.prepare or kernel.plan else [])]
+    return f"`{kernel.id}`", kernel.band.name.lower(), ", ".join(filter(None, wants)) or "any device", ", ".join(declares)
+
+
+def api_page() -> str:
+    """Every public name with its signature and docstring."""
+    intro = "# Python interface\n\nEverything that `import torch_hal as hal` promises; what is not here may change."
+    return "\n\n".join([intro, *(api_section(name, getattr(hal, name)) for name in sorted(hal.__all__))]) + "\n"
+
+
+def api_section(name: str, value: Any) -> str:
+    parts = [f"## {name}"]
+    if callable(value) and not isinstance(value, Op):
+        try:
+            parts.append(fenced("python", f"{name}{inspect.signature(value)}"))
+        except (TypeError, ValueError):  # some classes of the standard library have no signature
+            pass
+    about = inspect.getdoc(value) if callable(value) or inspect.ismodule(value) else f"`{value!r}`"
+    return "\n\n".join([*parts, fenced("text", about or "")])
+
+
+def fenced(language: str, text: str) -> str:
+    return f"```{language}\n{text}\n```"
+
+
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,148 @@
+"""What the commands say, as plain dicts and lists: printed as JSON or drawn by `cli.render`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import torch_hal as hal
+
+from .. import native, plugins
+from ..kernel import Kernel, Library, by_name
+from ..loading import load_kernel
+from ..op import Op, declared
+from ..selection import probe_library
+from ..twins import with_twins
+
+
+def devices(probe: bool) -> list[dict[str, Any]]:
+    """Every device; with ``probe`` its facts, which uses it."""
+    found = hal.devices()
+    if probe:
+        registry = plugins.discover()
+        found = tuple(_probed(device, registry) for device in found)
+    return [_device(device) for device in found]
+
+
+def _probed(device: hal.DeviceInfo, registry: plugins.Registry) -> hal.DeviceInfo:
+    from ..detect import probe
+
+    return device if device.probed else probe(device, registry)
+
+
+def _device(device: hal.DeviceInfo) -> dict[str, Any]:
+    facts = {name: getattr(device, name) for name in device.__dataclass_fields__}
+    facts["features"], facts["versions"] = sorted(device.features), dict(device.versions)
+    return {"device": str(device), "state": "probed" if device.probed else "unprobed", **facts}
+
+
+def ops(device: str | None) -> list[dict[str, Any]]:
+    """Every op with its kernels and their state: on ``device`` if given, else as far as listing can tell."""
+    offered = by_name([*with_twins(plugins.discover().kernels, dict(declared())), *native.native_kernels()])
+    present = hal.devices()
+    rows = []
+    for name, op in sorted(declared().items(), key=lambda item: (item[1].family, item[0])):
+        if device is None:
+            kernels = [_listed(kernel, present) for kernel in offered[name]]
+        else:
+            kernels = hal.explain(name, device).to_dict()["kernels"]
+        rows.append(
+            {"name": name, "family": op.family, "schema": op.schema, "mutates": list(op.mutates), "kernels": kernels}
+        )
+    return rows
+
+
+def _listed(kernel: Kernel, present: tuple[hal.DeviceInfo, ...]) -> dict[str, Any]:
+    """A kernel's state without touching any device: what is certain, else ``unprobed``."""
+    library = kernel.requires.library
+    reasons = [reason for device in present if (reason := _vendor(kernel, device)) is not None]
+    if kernel.plugin == native.NATIVE:
+        state, reason = "ready", ""
+    elif len(reasons) == len(present):
+        state, reason = "refused", f"no device of vendor {kernel.requires.vendor} here"
+    elif isinstance(library, Library) and (missing := library.missing()):
+        state, reason = "refused", missing
+    else:
+        state, reason = "unprobed", ""
+    return {
+        "kernel": kernel.name,
+        "plugin": kernel.plugin,
+        "band": kernel.band.name.lower(),
+        "state": state,
+        "reason": reason,
+    }
+
+
+def _vendor(kernel: Kernel, device: hal.DeviceInfo) -> str | None:
+    return None if kernel.requires.vendor in (None, device.vendor) else f"{device} is {device.vendor}"
+
+
+def doctor(load: bool, probe: bool) -> dict[str, Any]:
+    """Everything that helps to say why something is not chosen."""
+    registry = plugins.discover()
+    problems = [f"plugin {p.name}: {p.error}" for p in registry.plugins if p.state == "broken"]
+    report: dict[str, Any] = {
+        "versions": {"torch_hal": hal.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("TORCH_HAL_")},
+        "plugins": [_plugin(p) for p in (_builtin(), *registry.plugins)],
+        "devices": devices(probe),
+        "libraries": _libraries(registry, probe),
+    }
+    if load:
+        failures = _load_all(registry)
+        report["kernels_that_do_not_load"] = failures
+        problems += [f"kernel {f['kernel']} of {f['op']}: {f['error']}" for f in failures]
+    report["problems"] = problems
+    return report
+
+
+def _builtin() -> plugins.Plugin:
+    return plugins.Plugin(
+        native.NATIVE, f"torch-hal {hal.__version__}, built in", "loaded", kernels=tuple(native.native_kernels())
+    )
+
+
+def _plugin(plugin: plugins.Plugin) -> dict[str, Any]:
+    shown = {name: getattr(plugin, name) for name in ("name", "origin", "state", "error", "detail")}
+    return {**shown, "kernels": len(plugin.kernels), "notes": list(plugin.notes)}
+
+
+def _libraries(registry: plugins.Registry, probe: bool) -> list[dict[str, Any]]:
+    libraries = {
+        kernel.requires.library: kernel.requires
+        for kernel in registry.kernels
+        if isinstance(kernel.requires.library, Library)
+    }
+    rows = []
+    for library, requires in libraries.items():
+        state, reason = "unprobed", library.missing() or ""
+        hosts = [d for d in hal.devices() if requires.vendor in (None, d.vendor)]
+        if reason or not hosts:
+            state, reason = "refused", reason or f"no device of vendor {requires.vendor} here"
+        elif probe:
+            found = [_probed(device, registry) for device in hosts]
+            failures = [f"{device}: {why}" for device in found if (why := probe_library(library, device))]
+            state, reason = ("refused", "; ".join(failures)) if failures else ("ready", "")
+        rows.append(
+            {**{k: v for k, v in asdict(library).items() if k in ("name", "version")}, "state": state, "reason": reason}
+        )
+    return rows
+
+
+def _load_all(registry: plugins.Registry) -> list[dict[str, str]]:
+    """Import every kernel whose library is installed, and check its signatures."""
+    failures = []
+    for kernel in registry.kernels:
+        op: Op[..., Any] | None = declared().get(kernel.op)
+        library = kernel.requires.library
+        if op is None or (isinstance(library, Library) and library.missing()):
+            continue
+        try:
+            load_kernel(kernel, op)
+        except Exception as error:
+            failures.append({"op": kernel.op, "kernel": kernel.id, "error": f"{type(error).__name__}: {error}"})
+    return failures

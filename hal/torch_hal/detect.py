@@ -1,0 +1,118 @@
+"""Which devices there are, and the one that is asked for: found, probed, or refused with the cause."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from . import native, plugins
+from .device import DeviceInfo
+from .errors import DeviceUnavailable, PluginError
+from .plugins import Plugin, Registry
+
+SETTING = "TORCH_HAL_DEVICE"
+
+_lock = threading.Lock()
+_probed: dict[tuple[str, str, int], DeviceInfo] = {}
+
+
+def devices() -> tuple[DeviceInfo, ...]:
+    """The host and every device that a plugin names, without creating a device context."""
+    return tuple(device for device, _ in _found(plugins.discover()))
+
+
+def find(device: str | torch.device | DeviceInfo | None, registry: Registry) -> DeviceInfo:
+    """The probed device that ``device`` means. None means the only accelerator, else the host.
+
+    Raises DeviceUnavailable with the cause; never answers with another device.
+    """
+    if isinstance(device, DeviceInfo):
+        return device if device.probed else probe(device, registry)
+    if device is None:
+        device = os.environ.get(SETTING) or _default(registry)
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceUnavailable(f"device {device!r}: {str(error).splitlines()[0]}") from None
+    index = wanted.index if wanted.index is not None else _current_index(wanted.type)
+    for found, plugin in _found(registry):
+        if (found.type, found.index) == (wanted.type, index):
+            return found if found.probed else _probe_once(found, plugin)
+    raise DeviceUnavailable(f"device {wanted}: {_cause(wanted, registry)}")
+
+
+def probe(device: DeviceInfo, registry: Registry) -> DeviceInfo:
+    """``device`` with the facts that only its use tells."""
+    owner = next(
+        (
+            plugin
+            for found, plugin in _found(registry)
+            if (found.vendor, found.type, found.index) == (device.vendor, device.type, device.index)
+        ),
+        None,
+    )
+    return _probe_once(device, owner) if owner is not None else device
+
+
+def _found(registry: Registry) -> list[tuple[DeviceInfo, Plugin | None]]:
+    found: list[tuple[DeviceInfo, Plugin | None]] = [(native.cpu(), None)]
+    owners: dict[tuple[str, int], str] = {("cpu", 0): native.NATIVE}
+    for plugin in registry.loaded:
+        for device in plugins.plugin_devices(plugin):
+            other = owners.setdefault((device.type, device.index), plugin.name)
+            if other != plugin.name:
+                raise PluginError(
+                    f"plugins '{other}' and '{plugin.name}' both claim device {device}; "
+                    f"leave one out with {plugins.SETTING}=-{other} or {plugins.SETTING}=-{plugin.name}"
+                )
+            found.append((device, plugin))
+    return found
+
+
+def _default(registry: Registry) -> str:
+    accelerators = [device for device, _ in _found(registry) if device.type != "cpu"]
+    vendors = sorted({device.vendor for device in accelerators})
+    if len(vendors) > 1:
+        named = " and ".join(f"{d.vendor} ({d})" for d in {d.vendor: d for d in reversed(accelerators)}.values())
+        raise DeviceUnavailable(
+            f"devices of several vendors are present: {named}; say which with bind(device=...) or {SETTING}"
+        )
+    return str(accelerators[0]) if accelerators else "cpu"
+
+
+def _current_index(device_type: str) -> int:
+    """The index that a bare "cuda" means to torch; 0 where nothing has chosen one yet, and for the host."""
+    if device_type == "cpu":
+        return 0
+    module = getattr(torch, device_type, None)
+    if module is None or not getattr(module, "is_initialized", lambda: False)():
+        return 0
+    return int(module.current_device())
+
+
+def _cause(wanted: torch.device, registry: Registry) -> str:
+    of_type = [str(d) for d, _ in _found(registry) if d.type == wanted.type]
+    if of_type:
+        return f"there is no such index; present are {', '.join(of_type)}"
+    for plugin in registry.loaded:
+        if cause := plugin.hooks.torch_hal_diagnose(device_type=wanted.type):
+            return str(cause)
+    broken = [f"{p.name} ({p.error})" for p in registry.plugins if p.state != "loaded"]
+    hint = f"; not loaded: {', '.join(broken)}" if broken else ""
+    return f"no plugin offers devices of type '{wanted.type}'; present are {', '.join(str(d) for d in devices())}{hint}"
+
+
+def _probe_once(device: DeviceInfo, plugin: Plugin | None) -> DeviceInfo:
+    key = (device.vendor, device.type, device.index)
+    with _lock:
+        if key not in _probed:
+            try:
+                known = plugin.hooks.torch_hal_probe(device=device) if plugin else None
+            except Exception as error:
+                raise DeviceUnavailable(
+                    f"device {device}: probing it failed: {type(error).__name__}: {error}"
+                ) from error
+            _probed[key] = known or device
+        return _probed[key]

@@ -1,0 +1,163 @@
+"""Ops: a typed function whose body is its native-torch reference, and what must be true of every kernel for it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+from .check import Checker, TensorSpec, ceil_div
+from .contracts import Contracts
+from .errors import HalError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PLAIN = "plain"  # the layout of weights as checkpoints hold them, and of a plan that nobody made
+
+
+@dataclass(frozen=True, eq=False)
+class Op(Generic[P, R]):
+    """One declared op. Calling it checks the arguments and runs the reference.
+
+    ``prepare`` and ``plan`` are the references of two optional companions: weights re-laid once at load, and a
+    schedule computed once a step. Their results travel as flat tensors, their layout's name as the argument
+    ``layout``.
+    """
+
+    name: str
+    family: str
+    reference: Callable[P, R]
+    shapes: Mapping[str, str]
+    dtypes: Mapping[str, Any]
+    where: Mapping[str, str]
+    mutates: tuple[str, ...] = ()
+    twin_of: str | None = None
+    version: int = 1
+    rounds: int = 1  # times that a result is rounded to its dtype
+    accumulates: torch.dtype | None = torch.float32
+    reduces: str = "1"  # expression over dims: the length of the longest sum
+    flops: str = "0"  # expression over dims
+    terms: Callable[..., Any] | None = None  # sum of each output's absolute terms, for error bounds
+    fake: Callable[..., Any] | None = None  # defaults to the reference, which runs on fake tensors
+    prepare: Callable[..., Any] | None = None
+    plan: Callable[..., Any] | None = None
+    contracts: Contracts = field(default_factory=Contracts)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        self.check(*args, **kwargs)
+        return self.reference(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<Op {self.name}{self.signature}>"
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.reference, eval_str=True)
+
+    @functools.cached_property
+    def schema(self) -> str:
+        """The torch schema of arguments and results, as ``torch.library`` writes it."""
+        return torch.library.infer_schema(self.reference, mutates_args=self.mutates)
+
+    @functools.cached_property
+    def checker(self) -> Checker:
+        specs = [
+            TensorSpec(name, tuple(dims.split()), _as_tuple(self.dtypes.get(name, ())), self._optional(name))
+            for name, dims in self.shapes.items()
+        ]
+        scope = cast(Mapping[str, Any], getattr(self.reference, "__globals__", {}))
+        return Checker(self.name, specs, self.where, tuple(self.signature.parameters), scope)
+
+    @functools.cached_property
+    def _check(self) -> Callable[..., None]:
+        return self.checker.function()
+
+    def check(self, *args: Any, **kwargs: Any) -> None:
+        """Raise ArgumentError, naming op, argument, expected and got, unless the call meets the contract."""
+        bound = self.bind(*args, **kwargs)
+        self._check(*bound.values())
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Arguments by name, defaults filled in."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def measure(self, *args: Any, **kwargs: Any) -> dict[str, int]:
+        """What a call must do: ``bytes`` read and written once each, ``flops``, and the ``reduces`` length."""
+        arguments = self.bind(*args, **kwargs)
+        results = self.run_fake(*args, **kwargs)
+        scope = {**arguments, **self.checker.dims(arguments)}
+        inputs = sum(_nbytes(value) for value in arguments.values())
+        written = sum(_nbytes(arguments[name]) for name in self.mutates)
+        return {
+            "bytes": inputs + written + _nbytes(results),
+            "flops": self._number(self.flops, scope),
+            "reduces": self._number(self.reduces, scope),
+        }
+
+    def run_fake(self, *args: Any, **kwargs: Any) -> Any:
+        """The results' shapes and dtypes, computed on meta tensors: nothing is allocated and no device is used."""
+        move = functools.partial(torch.utils._pytree.tree_map_only, torch.Tensor, lambda x: x.to("meta"))
+        return (self.fake or self.reference)(*move(args), **move(kwargs))
+
+    def _number(self, expression: str, scope: Mapping[str, Any]) -> int:
+        return int(self.checker.value(expression, {"ceil_div": ceil_div, **scope}))
+
+    def _optional(self, name: str) -> bool:
+        return self.signature.parameters[name].default is None
+
+
+_OPS: dict[str, Op[..., Any]] = {}
+
+
+def op(
+    *,
+    shapes: Mapping[str, str],
+    dtypes: Mapping[str, Any],
+    where: Mapping[str, str] | None = None,
+    **traits: Any,
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Declare an op: the decorated function is its reference, its docstring its contract.
+
+    shapes: argument -> dims, e.g. ``"... D"`` or ``"E 2*I D"`` (see `check.Checker`). dtypes: argument -> dtype,
+    a tuple of them, or another argument's name. where: condition over dims and numbers -> what it means.
+    The rest are fields of `Op`.
+    """
+
+    def declare(function: Callable[P, R]) -> Op[P, R]:
+        name = function.__name__
+        if name in _OPS:
+            raise HalError(
+                f"op '{name}' is declared twice: in {_OPS[name].reference.__module__} and {function.__module__}"
+            )
+        family = function.__module__.rpartition(".")[2]
+        declared = Op(name, family, function, shapes, dtypes, where or {}, **traits)
+        unknown = (set(shapes) | set(dtypes) | set(declared.mutates)) - set(inspect.signature(function).parameters)
+        if unknown:
+            raise HalError(f"op '{name}' describes arguments that it does not have: {sorted(unknown)}")
+        for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+            object.__setattr__(declared, attribute, getattr(function, attribute))
+        _OPS[name] = declared
+        return declared
+
+    return declare
+
+
+def declared() -> Mapping[str, Op[..., Any]]:
+    """Every op declared so far, by name."""
+    return _OPS
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _nbytes(value: Any) -> int:
+    leaves: Sequence[Any] = torch.utils._pytree.tree_leaves(value)
+    return sum(x.numel() * x.element_size() for x in leaves if isinstance(x, torch.Tensor))

@@ -1,0 +1,108 @@
+"""What the user wants of selection: from code, ``TORCH_HAL_*`` variables or a TOML file, read once at bind."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+
+from .errors import PolicyError
+from .kernel import Kernel
+
+PREFIX = "TORCH_HAL_"
+FILE_SETTING = "TORCH_HAL_POLICY"
+
+
+class Policy(pydantic.BaseModel):
+    """How kernels are chosen. Keys of the first three are op globs; values, globs too, name kernels or plugins.
+
+    A field that is set in code beats its ``TORCH_HAL_<FIELD>`` variable, which beats the TOML file that
+    ``TORCH_HAL_POLICY`` names.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    prefer: Mapping[str, tuple[str, ...]] = {}  # soft: tried first, in this order; not met -> one warning
+    require: Mapping[str, tuple[str, ...]] = {}  # strict: one of these or `Unsupported`
+    deny: Mapping[str, tuple[str, ...]] = {}
+    deterministic: bool = False  # only kernels that declare Trait.DETERMINISTIC
+    graph_safe: bool = False  # only kernels that declare Trait.GRAPH_SAFE
+    validation: bool = True  # check every call's arguments
+    fallback: Literal["warn", "error"] = "warn"
+    trace: bool = False  # record which kernel ran with which shapes, label profiler ranges
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except pydantic.ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise PolicyError(f"policy: {problems}") from None
+
+    @pydantic.field_validator("prefer", "require", "deny", mode="before")
+    @classmethod
+    def _lists(cls, value: Any) -> Any:
+        """Accept ``{"rms_norm": "acme"}`` and the variables' ``rms_norm=acme,native; moe_*=triton``."""
+        if isinstance(value, str):
+            value = dict(_rule(part) for part in value.split(";") if part.strip())
+        if isinstance(value, Mapping):
+            return {k: (v,) if isinstance(v, str) else v for k, v in value.items()}
+        return value
+
+    def matching(self, rules: Mapping[str, tuple[str, ...]], op: str) -> list[str]:
+        """The kernel patterns that ``rules`` hold for ``op``, in the order written."""
+        return [pattern for glob, patterns in rules.items() if fnmatch.fnmatchcase(op, glob) for pattern in patterns]
+
+    def check_patterns(self, ops: Iterable[str], kernels: Iterable[Kernel]) -> None:
+        """Raise PolicyError for a pattern that matches nothing: it is a typing error, not a wish."""
+        ops, kernels = list(ops), list(kernels)
+        for field in ("prefer", "require", "deny"):
+            for glob, patterns in getattr(self, field).items():
+                matched = fnmatch.filter(ops, glob)
+                if not matched:
+                    raise PolicyError(f"policy.{field}: '{glob}' matches no op; see `torch-hal ops`")
+                for pattern in patterns:
+                    if not any(k.op in matched and names(pattern, k) for k in kernels):
+                        offered = sorted({k.id for k in kernels if k.op in matched})
+                        raise PolicyError(
+                            f"policy.{field}['{glob}']: '{pattern}' matches no kernel; offered are {', '.join(offered)}"
+                        )
+
+
+def names(pattern: str, kernel: Kernel) -> bool:
+    """Whether a policy's pattern means this kernel: by name, plugin, or both."""
+    return any(
+        fnmatch.fnmatchcase(text, pattern) for text in (kernel.name, kernel.plugin, f"{kernel.plugin}.{kernel.name}")
+    )
+
+
+def resolve(policy: Policy | None, environ: Mapping[str, str] | None = None) -> Policy:
+    """The policy in force: code over variables over file."""
+    environ = os.environ if environ is None else environ
+    merged: dict[str, Any] = {}
+    if path := environ.get(FILE_SETTING):
+        merged |= _read(Path(path))
+    for field in Policy.model_fields:
+        if (value := environ.get(PREFIX + field.upper())) is not None:
+            merged[field] = value
+    if policy is not None:
+        merged |= {field: getattr(policy, field) for field in policy.model_fields_set}
+    return Policy(**merged)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise PolicyError(f"{FILE_SETTING}={path}: {error}") from error
+
+
+def _rule(text: str) -> tuple[str, tuple[str, ...]]:
+    glob, equals, kernels = text.partition("=")
+    if not equals or not kernels.strip():
+        raise ValueError(f"{text.strip()!r}: expected 'op_glob=kernel,kernel; ...'")
+    return glob.strip(), tuple(k.strip() for k in kernels.split(",") if k.strip())

@@ -1,0 +1,208 @@
+"""From candidates to a choice: every kernel gets a verdict with its reason, in one order that never depends on luck.
+
+Order: what device and policy allow → what the user prefers → declared band → direct before derived → plugin name →
+yield order. Explaining and choosing run this same code.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .device import DeviceInfo
+from .errors import PluginError, Unsupported
+from .kernel import Kernel, Library, Trait, load
+from .loading import Loaded, load_kernel
+from .op import PLAIN, Op
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+
+class Cause(enum.StrEnum):
+    """Which rule a refusal comes from."""
+
+    DEVICE = "device"  # another vendor's: never a candidate here
+    ARCH = "arch"  # this vendor's, another arch or lacking feature
+    MISSING = "missing"  # its library is not installed
+    POLICY = "policy"
+    BROKEN = "broken"  # its library's probe, its import or its signature failed
+    LAYOUT = "layout"  # would strand prepared weights
+    CALL = "call"  # refused the arguments
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What selection says of one kernel: its place and, if refused, the cause and the reason."""
+
+    kernel: Kernel
+    refused: str | None = None
+    cause: Cause | None = None
+    loaded: Loaded | None = field(default=None, repr=False, compare=False)
+    role: str = ""  # "chosen", "next" (may be handed calls) or "behind" (never reached)
+
+    def to_dict(self) -> dict[str, Any]:
+        kernel = self.kernel
+        return {
+            "kernel": kernel.name,
+            "plugin": kernel.plugin,
+            "band": kernel.band.name.lower(),
+            "state": "refused" if self.refused else self.role,
+            "reason": self.refused or "",
+            "cause": str(self.cause) if self.cause else "",
+            "derived_from": kernel.derived_from or "",
+            "refusals": [kind for kind in ("static", "dynamic") if getattr(kernel, kind)],
+            "layout": kernel.layout,
+        }
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why an op runs what it runs on a device: every candidate, in order, chosen or why not."""
+
+    op: str
+    device: DeviceInfo
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def chosen(self) -> Verdict | None:
+        return next((v for v in self.verdicts if v.role == "chosen"), None)
+
+    @property
+    def chain(self) -> tuple[Loaded, ...]:
+        """The chosen kernel and, in order, those it may hand a call to."""
+        return tuple(v.loaded for v in self.verdicts if v.loaded is not None and v.role in ("chosen", "next"))
+
+    def refusals(self) -> str:
+        return "; ".join(f"{v.kernel.id}: {v.refused}" for v in self.verdicts if v.refused) or "no kernel was offered"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"op": self.op, "device": str(self.device), "kernels": [v.to_dict() for v in self.verdicts]}
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on {self.device}:"]
+        for verdict in self.verdicts:
+            state = "refused" if verdict.refused else verdict.role
+            notes = [verdict.kernel.band.name.lower()]
+            notes += [f"copies around {verdict.kernel.derived_from}"] if verdict.kernel.derived_from else []
+            notes += ["may refuse a call"] if verdict.role in ("chosen", "next") and verdict.kernel.dynamic else []
+            reason = verdict.refused or ", ".join(notes)
+            lines.append(f"  {state:8} {verdict.kernel.id:24} {reason}")
+        return "\n".join(lines)
+
+
+def select(op: Op[..., Any], device: DeviceInfo, kernels: Iterable[Kernel], policy: Policy) -> Explanation:
+    """Judge every kernel of ``op`` and choose. Raises Unsupported, with every reason, if none may serve."""
+    ordered = sorted(kernels, key=functools.partial(_rank, op=op, policy=policy))
+    required = policy.matching(policy.require, op.name)
+    verdicts = [_settle_device(kernel, device, policy, op, required) for kernel in ordered]
+    settled: list[Verdict] = []
+    open_ended = True  # whether a call may still get past the kernels chosen so far
+    for verdict in verdicts:
+        if verdict.refused is None and open_ended:
+            verdict = _settle_code(verdict.kernel, device, op, explicit=bool(required))
+            if (loaded := verdict.loaded) is not None:
+                role = "next" if any(v.role == "chosen" for v in settled) else "chosen"
+                verdict = Verdict(verdict.kernel, loaded=loaded, role=role)
+                open_ended = not loaded.always
+        elif verdict.refused is None:
+            verdict = Verdict(verdict.kernel, role="behind")
+        settled.append(verdict)
+    explanation = Explanation(op.name, device, tuple(_drop_stranded(settled)))
+    if explanation.chosen is None:
+        wish = f" (the policy requires {', '.join(required)})" if required else ""
+        raise Unsupported(f"{op.name} on {device}: no kernel may serve{wish}. {explanation.refusals()}")
+    return explanation
+
+
+def _rank(kernel: Kernel, op: Op[..., Any], policy: Policy) -> tuple[Any, ...]:
+    from .policy import names
+
+    wishes = policy.matching(policy.prefer, op.name) + policy.matching(policy.require, op.name)
+    wish = next((i for i, pattern in enumerate(wishes) if names(pattern, kernel)), len(wishes))
+    return (wish, -kernel.band, kernel.derived_from is not None, kernel.plugin, kernel.position)
+
+
+def _settle_device(
+    kernel: Kernel, device: DeviceInfo, policy: Policy, op: Op[..., Any], required: list[str]
+) -> Verdict:
+    """What device and policy say, without importing anything."""
+    from .policy import names
+
+    try:
+        reason = kernel.requires.refuse(device)
+        missing = (
+            kernel.requires.library.missing()
+            if reason is None and isinstance(kernel.requires.library, Library)
+            else None
+        )
+    except Exception as error:
+        return Verdict(kernel, f"its requirements raised {type(error).__name__}: {error}", Cause.BROKEN)
+    if reason is not None:
+        foreign = kernel.requires.vendor not in (None, device.vendor)
+        return Verdict(kernel, reason, Cause.DEVICE if foreign else Cause.ARCH)
+    if missing is not None:
+        return Verdict(kernel, missing, Cause.MISSING)
+    if any(names(pattern, kernel) for pattern in policy.matching(policy.deny, op.name)):
+        return Verdict(kernel, "denied by policy", Cause.POLICY)
+    if required and not any(names(pattern, kernel) for pattern in required):
+        return Verdict(kernel, f"the policy requires {', '.join(required)}", Cause.POLICY)
+    for wanted, trait in ((policy.deterministic, Trait.DETERMINISTIC), (policy.graph_safe, Trait.GRAPH_SAFE)):
+        if wanted and trait not in kernel.traits:
+            return Verdict(kernel, f"the policy asks for {trait}, which it does not declare", Cause.POLICY)
+    return Verdict(kernel)
+
+
+_probes: dict[tuple[Library, str, str, int], str | None] = {}
+
+
+def probe_library(library: Library, device: DeviceInfo) -> str | None:
+    """Why ``library`` does not work on ``device``; None if it does. Remembered for the process."""
+    key = (library, device.vendor, device.type, device.index)
+    if key not in _probes:
+        try:
+            _probes[key] = load(library.probe)(device) if library.probe is not None else None
+        except Exception as error:
+            _probes[key] = f"probing {library.name} raised {type(error).__name__}: {error}"
+    return _probes[key]
+
+
+def _settle_code(kernel: Kernel, device: DeviceInfo, op: Op[..., Any], explicit: bool) -> Verdict:
+    """What the kernel's library and code say: probe, import, check signatures."""
+    library = kernel.requires.library
+    if isinstance(library, Library) and (reason := probe_library(library, device)) is not None:
+        return Verdict(kernel, reason, Cause.BROKEN)
+    try:
+        loaded = load_kernel(kernel, op)
+    except Exception as error:
+        if explicit and not isinstance(error, (ImportError, PluginError)):
+            raise
+        return Verdict(kernel, f"loading it raised {type(error).__name__}: {error}", Cause.BROKEN)
+    return Verdict(kernel, loaded=loaded)
+
+
+def _drop_stranded(verdicts: list[Verdict]) -> list[Verdict]:
+    """Refuse a preparing kernel that may turn a call away to nobody who reads its layout."""
+    kept = [v for v in verdicts if v.loaded is not None]
+    result = []
+    for verdict in verdicts:
+        layout = verdict.kernel.layout
+        if verdict.loaded and verdict.kernel.prepare and layout != PLAIN and verdict.kernel.dynamic:
+            partners = [
+                v for v in kept if v is not verdict and v.kernel.accepts_layout(layout) and not v.kernel.dynamic
+            ]
+            if not partners:
+                verdict = Verdict(
+                    verdict.kernel,
+                    f"may refuse a call on weights in its layout '{layout}', which no other kernel reads",
+                    Cause.LAYOUT,
+                )
+        result.append(verdict)
+    if not any(v.role == "chosen" for v in result):
+        first = next((i for i, v in enumerate(result) if v.loaded is not None), None)
+        if first is not None:
+            result[first] = Verdict(result[first].kernel, loaded=result[first].loaded, role="chosen")
+    return result

@@ -1,0 +1,121 @@
+"""Multi-head latent attention (MLA; DeepSeek-V2, 2024, section 2.1).
+
+A token's keys and values for all heads are expanded from one latent vector c of width L, and one rotary key of width
+R that all heads share. Only these L + R numbers are cached. There are two ways to attend, equal in exact arithmetic:
+
+* *expanded*: compute keys and values of every head from the latents (W_UK·c, W_UV·c), then ordinary multi-head
+  attention. Least work when many queries share the keys: prefill.
+* *absorbed*: since q·(W_UK·c) = (W_UKᵀ·q)·c, move W_UK to the query and W_UV behind the softmax. All heads then
+  attend to the cached latents themselves, as to one shared key-value head. Least memory traffic: decode.
+
+Shapes, as suffixes: T tokens · B sequences · S new tokens of each sequence · D hidden · H heads ·
+N key width without position · R rotary width · P = N + R · V value width · L latent width
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .batch import Decode, Prefill
+from .layers import Build, Linear, Norm, Targets
+
+LATENT_NORM_EPS = 1e-6  # of q_a and kv_a norms: the released code takes its default there, whatever the config says
+
+
+class MLA:
+    """One layer's attention."""
+
+    def __init__(self, build: Build, rope_table: Tensor) -> None:
+        c = build.config
+        self.ops, self.rope_table, self.interleaved = build.ops, rope_table, c.rope_interleave
+        self.heads, self.scale = c.num_attention_heads, c.softmax_scale
+        self.nope, self.rotary, self.value, self.latent = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank
+        self.query = c.q_lora_rank or self.heads * c.qk_head_dim
+        # Everything that reads x, in one product: [query, or its latent | c | rotary key].
+        self.qkv_a = Linear(build, self.query + c.kv_width, c.hidden_size)
+        self.q_b = Linear(build, self.heads * c.qk_head_dim, c.q_lora_rank) if c.q_lora_rank else None
+        self.q_a_norm = Norm(build, c.q_lora_rank, LATENT_NORM_EPS) if c.q_lora_rank else None
+        self.kv_a_norm = Norm(build, c.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b = Linear(build, self.heads * (self.nope + self.value), c.kv_lora_rank)
+        # Both halves of kv_b by head, as decode multiplies by them: views, not copies.
+        kv_b_HXL = self.kv_b.weight.unflatten(0, (self.heads, self.nope + self.value))
+        self.w_kc_HNL = kv_b_HXL[:, : self.nope]
+        self.w_vc_HLV = kv_b_HXL[:, self.nope :].transpose(1, 2)
+        self.o = Linear(build, c.hidden_size, self.heads * self.value)
+
+    def targets(self, prefix: str) -> Targets:
+        query, kv_a = self.qkv_a.weight.split([self.query, self.latent + self.rotary])
+        if self.q_b is not None and self.q_a_norm is not None:
+            yield f"{prefix}.q_a_proj.weight", query
+            yield f"{prefix}.q_a_layernorm.weight", self.q_a_norm.weight
+            yield f"{prefix}.q_b_proj.weight", self.q_b.weight
+        else:
+            yield f"{prefix}.q_proj.weight", query
+        yield f"{prefix}.kv_a_proj_with_mqa.weight", kv_a
+        yield f"{prefix}.kv_a_layernorm.weight", self.kv_a_norm.weight
+        yield f"{prefix}.kv_b_proj.weight", self.kv_b.weight
+        yield f"{prefix}.o_proj.weight", self.o.weight
+
+    def prepare(self) -> None:
+        for linear in (self.qkv_a, self.q_b, self.kv_b, self.o):
+            if linear is not None:
+                linear.prepare()
+
+    def __call__(self, x_TD: Tensor, batch: Prefill | Decode, cache: Tensor) -> Tensor:
+        """x_TD -> [T, D]. cache: this layer's pool [pages, page_size, L + R], which the new tokens are written to."""
+        q_THP, c_TL, k_pe_TR = self._project(x_TD, batch.positions)
+        self.ops.mla_kv_store(cache, batch.slots, c_TL, k_pe_TR)
+        if isinstance(batch, Prefill):
+            out_THV = self._expanded(q_THP, c_TL, k_pe_TR, batch, cache)
+        else:
+            out_THV = self._absorbed(q_THP, batch, cache)
+        return self.o(out_THV.flatten(1))
+
+    def _project(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, latents and rotary keys, the rotary parts rotated to their positions."""
+        q, c_TL, k_pe_TR = self.qkv_a(x_TD).split([self.query, self.latent, self.rotary], dim=-1)
+        if self.q_b is not None and self.q_a_norm is not None:
+            q = self.q_b(self.q_a_norm(q))
+        q_THP = q.unflatten(-1, (self.heads, self.nope + self.rotary))
+        q_pe_THR, k_pe_T1R = self.ops.rope(
+            q_THP[..., self.nope :], k_pe_TR.unsqueeze(1), positions_T, self.rope_table, self.interleaved
+        )
+        q_THP[..., self.nope :] = q_pe_THR  # into place: cheaper than joining anew what is joined already
+        return q_THP, self.kv_a_norm(c_TL), k_pe_T1R.squeeze(1)
+
+    def _expanded(self, q_THP: Tensor, c_TL: Tensor, k_pe_TR: Tensor, batch: Prefill, cache: Tensor) -> Tensor:
+        """The new tokens attend to themselves, then to what is cached before them, a bounded chunk at a time.
+
+        Each attention leaves its softmax's logarithmic normaliser (lse), by which the results are merged.
+        """
+        k_THP, v_THV = self._expand(c_TL, k_pe_TR)
+        cu_q, max_q = batch.cu_q, batch.max_q
+        out_THV, lse_TH = self.ops.mha_varlen(q_THP, k_THP, v_THV, cu_q, cu_q, max_q, max_q, self.scale, True)
+        for chunk in batch.prefix:
+            k_KHP, v_KHV = self._expand(*self.ops.mla_kv_gather(cache, chunk.slots, self.latent))
+            before_THV, before_lse_TH = self.ops.mha_varlen(
+                q_THP, k_KHP, v_KHV, cu_q, chunk.cu_k, max_q, chunk.max_k, self.scale, False
+            )
+            out_THV, lse_TH = self.ops.merge_state(out_THV, lse_TH, before_THV, before_lse_TH)
+        return out_THV  # type: ignore[no-any-return]
+
+    def _expand(self, c_TL: Tensor, k_pe_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """Every head's keys and values from the latents."""
+        kv_THX = self.kv_b(c_TL).unflatten(-1, (self.heads, self.nope + self.value))
+        k_nope_THN, v_THV = kv_THX.split([self.nope, self.value], dim=-1)
+        return self.ops.concat_mla_k(k_nope_THN, k_pe_TR.unsqueeze(1)), v_THV
+
+    def _absorbed(self, q_THP: Tensor, batch: Decode, cache: Tensor) -> Tensor:
+        q_nope_THN, q_pe_THR = q_THP.split([self.nope, self.rotary], dim=-1)
+        q_nope_THL = self.ops.absorbed_bmm(q_nope_THN, self.w_kc_HNL)
+        out_BSHL, _ = self.ops.mla_decode(
+            q_nope_THL.unflatten(0, (-1, batch.queries)),
+            q_pe_THR.unflatten(0, (-1, batch.queries)),
+            cache,
+            batch.page_table,
+            batch.seq_lens,
+            self.scale,
+            batch.plan,
+            batch.plan_layout,
+        )
+        return self.ops.absorbed_bmm(out_BSHL.flatten(0, 1), self.w_vc_HLV)  # type: ignore[no-any-return]

@@ -1,0 +1,59 @@
+"""Generation for one request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .cache import Sequence
+from .sampling import Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from .model import DeepSeek
+
+PREFILL_CHUNK = 8192  # prompt tokens that are computed at a time
+
+
+def generate(
+    model: DeepSeek,
+    ids_T: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    seed: int | None,
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> Iterator[int]:
+    """`DeepSeek.generate`: judges the request now, and runs when iterated."""
+    if len(ids_T) == 0:
+        raise ValueError("generate: the prompt is empty")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens: expected a number ≥ 0, got {max_new_tokens}")
+    longest = model.config.max_positions
+    if len(ids_T) + max_new_tokens > longest:
+        raise ValueError(f"{len(ids_T)} prompt and {max_new_tokens} new tokens exceed the model's {longest} positions")
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ()))
+    params = SamplingParams(temperature, top_p, top_k, min_p, seed)
+    return _run(model, ids_T, max_new_tokens, params, prefill_chunk)
+
+
+def _run(
+    model: DeepSeek, ids_T: Tensor, max_new_tokens: int, params: SamplingParams, prefill_chunk: int
+) -> Iterator[int]:
+    if max_new_tokens == 0:
+        return
+    sampler = Sampler(model.ops, [params])
+    sequence, cache = Sequence(), model.new_cache(len(ids_T) + max_new_tokens)
+    for piece in ids_T.split(prefill_chunk):
+        logits_BW = model.prefill([piece], [sequence], cache)
+    for count in range(max_new_tokens):
+        id_B = sampler(logits_BW, torch.tensor([count], device=logits_BW.device))
+        yield (token := int(id_B))
+        if token in model.config.eos_ids or count + 1 == max_new_tokens:
+            return
+        logits_BW = model.decode(id_B[:, None], [sequence], cache)[:, -1]

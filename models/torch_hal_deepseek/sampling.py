@@ -1,0 +1,74 @@
+"""From logits to token ids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_hal import OpSet
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request chooses among tokens. Raises ValueError, naming the field, for what cannot mean anything."""
+
+    temperature: float = 0.0  # 0: the likeliest
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature: expected a finite number ≥ 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected 0 < top_p ≤ 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k: expected a number ≥ 0, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p: expected 0 ≤ min_p ≤ 1, got {self.min_p}")
+
+
+class Sampler:
+    """Chooses for a batch of requests; a request's ids do not depend on what else is in the batch."""
+
+    def __init__(self, ops: OpSet, requests: ListLike[SamplingParams]) -> None:
+        self.ops = ops
+        floats = {"dtype": torch.float32, "device": ops.torch_device}
+        self.greedy = torch.tensor([r.temperature == 0 for r in requests], device=ops.torch_device)
+        self.temperature = torch.tensor([r.temperature or 1.0 for r in requests], **floats)  # type: ignore[arg-type]
+        self.top_p = torch.tensor([r.top_p for r in requests], **floats)  # type: ignore[arg-type]
+        self.min_p = torch.tensor([r.min_p for r in requests], **floats)  # type: ignore[arg-type]
+        self.top_k = torch.tensor([min(r.top_k, 2**31 - 1) for r in requests], dtype=torch.int32, device=ops.torch_device)
+        self.seeds = torch.tensor([_int64(r.seed) for r in requests], dtype=torch.int64, device=ops.torch_device)
+        # A filter that nobody asked for is not run.
+        self.all_greedy = all(r.temperature == 0 for r in requests)
+        self.uses_top_k = any(r.top_k for r in requests)
+        self.uses_top_p = any(r.top_p < 1 for r in requests)
+        self.uses_min_p = any(r.min_p for r in requests)
+
+    def __call__(self, logits_BW: Tensor, offsets_B: Tensor) -> Tensor:
+        """Ids int64 [B]. logits float32; offsets int64: the number of the draw within its request."""
+        likeliest = logits_BW.argmax(-1)
+        if self.all_greedy:
+            return likeliest
+        # A temperature near zero overflows to ±inf: subtract the maximum first, so that it stays 0.
+        shifted = logits_BW - logits_BW.amax(-1, keepdim=True)
+        probs = (shifted / self.temperature[:, None]).softmax(-1)
+        if self.uses_top_k:
+            probs = self.ops.top_k_renorm(probs, self.top_k)
+        if self.uses_top_p:
+            probs = self.ops.top_p_renorm(probs, self.top_p)
+        if self.uses_min_p:
+            probs = self.ops.min_p_renorm(probs, self.min_p)
+        drawn = self.ops.sample(probs, self.seeds, offsets_B)
+        return torch.where(self.greedy, likeliest, drawn.to(torch.int64))
+
+
+def _int64(seed: int) -> int:
+    """The low 64 bits of any integer, as torch's int64."""
+    return (seed + 2**63) % 2**64 - 2**63
