@@ -32,7 +32,7 @@ INPUTS = (ROOT / "pyproject.toml", CONSTRAINTS)
 def demo(session: nox.Session) -> None:
     """Devices, kernels with the reasons for each choice, and a small DeepSeek that generates."""
     ensure_dev(session)
-    run(session, DEV, "python", "-m", "torch_hal_deepseek", "demo", *session.posargs)
+    run(session, DEV, "python", "-m", "torch_hal_deepseek.demo", *session.posargs)
 
 
 @nox.session
@@ -101,7 +101,7 @@ def package(session: nox.Session) -> None:
             run(session, clean, "python", "-I", check)
             install(session, clean, f"{wheel}[cli,deepseek]")
             run(session, clean, "torch-hal", "doctor")
-            run(session, clean, "python", "-m", "torch_hal_deepseek", "demo")
+            run(session, clean, "python", "-m", "torch_hal_deepseek.demo")
 
 
 def ensure_dev(session: nox.Session) -> None:
@@ -133,6 +133,7 @@ def run(session: nox.Session, environment: Path, program: str, *arguments: str, 
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "VIRTUAL_ENV": str(environment),
         "PYTHONPATH": None,
+        "NO_MKDOCS_2_WARNING": "1",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         **variables,
     }

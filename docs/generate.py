@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable
 from typing import Any
 
-import torch_hal as hal
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+import torch_hal as hal
 from torch_hal import native, plugins
-from torch_hal.kernel import Kernel
+from torch_hal.kernel import Kernel, Library
 from torch_hal.op import Op, declared
 
 
@@ -51,7 +53,7 @@ def op_section(op: Op[..., Any]) -> str:
         fenced("text", inspect.cleandoc(op.__doc__ or "")),
         f"Schema: `{op.schema}`, contract version {op.version}." + twin(op),
         table(("argument", "shape", "dtype"), arguments),
-        *([f"It must hold that {'; '.join(f'{meaning} (`{test}`)' for test, meaning in op.where.items())}."] if op.where else []),
+        "\n".join(f"- {meaning}: `{test}`" for test, meaning in op.where.items()),
         numbers(op),
         table(("contract", "position"), op.contracts.items()),
         table(("kernel", "rank", "needs", "declares"), map(kernel_row, kernels)),
@@ -79,10 +81,10 @@ def numbers(op: Op[..., Any]) -> str:
 
 def kernel_row(kernel: Kernel) -> tuple[str, str, str, str]:
     needs = kernel.requires
-    library = f"{needs.library.name}{needs.library.version}" if needs.library is not None else ""  # type: ignore[union-attr]
-    wants = [needs.vendor or "", " or ".join(needs.arch), *sorted(needs.features), library]
+    library = f"{needs.library.name}{needs.library.version}" if isinstance(needs.library, Library) else ""
+    wants = filter(None, [needs.vendor, " or ".join(needs.arch), *sorted(needs.features), library])
     declares = [*sorted(kernel.traits), *([f"layout {kernel.layout}"] if kernel.prepare or kernel.plan else [])]
-    return f"`{kernel.id}`", kernel.band.name.lower(), ", ".join(filter(None, wants)) or "any device", ", ".join(declares)
+    return f"`{kernel.id}`", kernel.band.name.lower(), ", ".join(wants) or "any device", ", ".join(declares)
 
 
 def api_page() -> str:
@@ -94,10 +96,8 @@ def api_page() -> str:
 def api_section(name: str, value: Any) -> str:
     parts = [f"## {name}"]
     if callable(value) and not isinstance(value, Op):
-        try:
+        with contextlib.suppress(TypeError, ValueError):  # enumerations have no signature to show
             parts.append(fenced("python", f"{name}{inspect.signature(value)}"))
-        except (TypeError, ValueError):  # some classes of the standard library have no signature
-            pass
     about = inspect.getdoc(value) if callable(value) or inspect.ismodule(value) else f"`{value!r}`"
     return "\n\n".join([*parts, fenced("text", about or "")])
 

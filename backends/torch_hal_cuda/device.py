@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from torch_hal.device import DeviceInfo
 
 VENDOR = "nvidia"
@@ -64,8 +65,8 @@ def _build_cause() -> str | None:
     """Why this torch drives no NVIDIA GPU. ROCm's torch calls its devices "cuda" too, so it is asked first."""
     if musa := getattr(torch.version, "musa", None):
         return f"this torch ({torch.__version__}) is built for MUSA {musa}, whose devices are of type 'musa'"
-    if torch.version.hip is not None:
-        return f"this torch ({torch.__version__}) is built for ROCm {torch.version.hip}: its 'cuda' devices are AMD GPUs"
+    if hip := torch.version.hip:
+        return f"this torch ({torch.__version__}) is built for ROCm {hip}: its 'cuda' devices are AMD GPUs"
     if torch.version.cuda is None:
         seen = " (an NVIDIA GPU is on the PCI bus)" if _gpu_on_bus() else ""
         return f"this torch ({torch.__version__}) is built without CUDA{seen}; install a CUDA build of torch"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import re
 import shutil
@@ -16,13 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
 from torch_hal.device import DeviceInfo
 
 Probe = Callable[[DeviceInfo], str | None]
 
 
 def _probe(library: str) -> Callable[[Callable[[torch.device], str | None]], Probe]:
-    """A probe from a check: the device made current, so that libraries which choose an image see it; failures worded."""
+    """A probe from a check, which runs with the device current (libraries choose an image by it) and may raise."""
 
     def decorate(check: Callable[[torch.device], str | None]) -> Probe:
         @functools.wraps(check)
@@ -49,8 +51,8 @@ def _first_line(error: Exception) -> str:
 def sgl_kernel(device: torch.device) -> str | None:
     from .norm import fused_add_rms_norm_
 
-    x, residual, weight = (torch.full(shape, 3.0, dtype=torch.bfloat16, device=device) for shape in ((2, 64), (2, 64), (64,)))
-    fused_add_rms_norm_(x, residual, weight, 0.0)
+    x, residual = (torch.full((2, 64), 3.0, dtype=torch.bfloat16, device=device) for _ in range(2))
+    fused_add_rms_norm_(x, residual, torch.full_like(x[0], 3.0), 0.0)
     return None if _all(x, 3.0) and _all(residual, 6.0) else "sgl_kernel computes a wrong norm here"
 
 
@@ -62,9 +64,10 @@ def flash_mla(device: torch.device) -> str | None:
     from .attention import mla_decode
 
     one = functools.partial(torch.ones, dtype=torch.bfloat16, device=device)
-    table, lens = torch.zeros(1, 1, dtype=torch.int32, device=device), torch.full((1,), 8, dtype=torch.int32, device=device)
-    out, lse = mla_decode(one(1, 1, 16, 512), one(1, 1, 16, 64), one(1, 64, 576), table, lens, 0.0)
-    right = _all(out, 1.0) and _all(lse, torch.tensor(8.0).log().item())
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    lens = torch.full((1,), 8, dtype=torch.int32, device=device)
+    out, lse = mla_decode(one(1, 1, 16, 512), one(1, 1, 16, 64), one(1, 64, 576), table, lens, 1 / 576)
+    right = _all(out, 1.0) and _all(lse, 1.0 + math.log(8))
     return None if right else "sgl_kernel's FlashMLA computes a wrong attention here"
 
 
@@ -93,7 +96,8 @@ def _compiler(oldest: tuple[int, int] = (12, 3)) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return f"no CUDA compiler at {nvcc}; install the CUDA toolkit, or set CUDA_HOME"
     match = re.search(r"release (\d+)\.(\d+)", text)
-    version = (int(match[1]), int(match[2])) if match else None
-    if version is None or version < oldest:
-        return f"{nvcc} is {'.'.join(map(str, version or ('unknown',)))}, {'.'.join(map(str, oldest))} or newer is needed"
+    if match is None:
+        return f"{nvcc} does not say its version"
+    if (int(match[1]), int(match[2])) < oldest:
+        return f"{nvcc} is {match[1]}.{match[2]}, {oldest[0]}.{oldest[1]} or newer is needed"
     return None

@@ -11,22 +11,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
-_NORM_WIDTH = 16384
+_NORM_WIDTH = 24576  # a row's float32 sums, in the 99 KB of shared memory that every arch since sm_80 has
 
 
-def _aligned(x: Tensor) -> bool:
-    """Whether every row starts on 16 bytes, as vector and bulk loads need. CUDA allocations themselves do."""
-    size = x.element_size()
-    strides = (step * size % 16 == 0 for step, extent in zip(x.stride()[:-1], x.shape[:-1], strict=True) if extent > 1)
-    return x.storage_offset() * size % 16 == 0 and all(strides)
+def _offset(x: Tensor) -> int:
+    """Bytes by which ``x`` starts past a 16-byte boundary, where CUDA's allocations begin.
+
+    Dynamo cannot trace the question, so that in a compiled graph the adapter asks it of the real tensor.
+    """
+    return 0 if torch.compiler.is_compiling() else x.storage_offset() * x.element_size() % 16
 
 
 def _rows(name: str, x: Tensor) -> str | None:
-    """Rows that a bulk copy can fetch: dense, on 16 bytes."""
+    """Refuse rows that a bulk copy cannot fetch: they must be dense and start on 16 bytes, as CUDA allocations do."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         return f"{name} has strides {x.stride()}: rows must be dense"
-    if not _aligned(x):
-        return f"{name} has strides {x.stride()} and offset {x.storage_offset()}: rows must start on 16 bytes"
+    size = x.element_size()
+    for step, extent in zip(x.stride()[:-1], x.shape[:-1], strict=True):
+        if extent > 1 and step * size % 16:
+            return f"{name} has strides {x.stride()}: rows must start on 16 bytes"
+    if _offset(x):
+        return f"{name} has offset {x.storage_offset()}: rows must start on 16 bytes"
     return None
 
 
@@ -34,12 +39,12 @@ def _rows(name: str, x: Tensor) -> str | None:
 
 
 def fused_add_rms_norm_static(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> str | None:
-    if x.dtype not in HALF:
-        return f"x is {x.dtype}: takes bfloat16 and float16"
+    if x.dtype not in (*HALF, torch.float32):
+        return f"x is {x.dtype}: takes bfloat16, float16 and float32"
     if weight.dtype != x.dtype:
         return f"weight is {weight.dtype}: the kernel would read its bytes as {x.dtype}"
     if x.shape[-1] > _NORM_WIDTH:
-        return f"D = {x.shape[-1]}: a row of up to {_NORM_WIDTH} is kept in shared memory"
+        return f"D = {x.shape[-1]}: keeps a row of at most {_NORM_WIDTH} in shared memory"
     return None
 
 
@@ -47,7 +52,7 @@ def fused_add_rms_norm_dynamic(x: Tensor, residual: Tensor, weight: Tensor, eps:
     for name, tensor in (("x", x), ("residual", residual), ("weight", weight)):
         if not tensor.is_contiguous():
             return f"{name} has strides {tensor.stride()}: takes contiguous tensors"
-        if tensor.storage_offset() * tensor.element_size() % 16:
+        if _offset(tensor):
             return f"{name} has offset {tensor.storage_offset()}: must start on 16 bytes"
     if x.numel() >= 2**32:
         return f"{x.numel()} elements: offsets are 32-bit"
@@ -80,7 +85,7 @@ def group_quant_dynamic(
 ) -> str | None:
     if not x.is_contiguous():
         return f"x has strides {x.stride()}: takes contiguous tensors"
-    if x.storage_offset() * x.element_size() % 16:
+    if _offset(x):
         return f"x has offset {x.storage_offset()}: must start on 16 bytes"
     if x.numel() >= 2**31:
         return f"{x.numel()} elements: offsets are 32-bit"
@@ -99,18 +104,15 @@ def fp8_block_linear_static(
     x_scale_layout: str = "row_f32",
     layout: str = "plain",
 ) -> str | None:
-    (rows, depth), blocks = weight.shape, weight_scale.shape
     if x.dtype != torch.float8_e4m3fn:
         return f"x is {x.dtype}: takes e4m3fn"
     if out_dtype != torch.bfloat16:
         return f"out_dtype = {out_dtype}: writes bfloat16"
     if x_scale_layout != "mn_f32_tma":
         return f"x_scale_layout = {x_scale_layout!r}: reads mn_f32_tma, others it would copy at every call"
-    if rows % 64 or depth % 128 or depth == 0:
-        return f"N = {rows}, K = {depth}: takes N % 64 == 0 and K % 128 == 0"
-    if weight_scale.stride() not in ((blocks[1], 1), (1, blocks[0])):
-        return f"weight_scale has strides {weight_scale.stride()}: takes a dense matrix; see prepare"
-    return _rows("weight", weight)
+    if weight.shape[0] % 8 or weight.shape[1] == 0:
+        return f"N = {weight.shape[0]}, K = {weight.shape[1]}: takes N % 8 == 0 and K > 0"
+    return None
 
 
 def fp8_block_linear_dynamic(
@@ -122,9 +124,11 @@ def fp8_block_linear_dynamic(
     x_scale_layout: str = "row_f32",
     layout: str = "plain",
 ) -> str | None:
-    if x_scale.storage_offset() % 4:
+    if _offset(x_scale):
         return f"x_scale has offset {x_scale.storage_offset()}: must start on 16 bytes"
-    return _rows("x", x)
+    if not (weight_scale.is_contiguous() or weight_scale.mT.is_contiguous()):
+        return f"weight_scale has strides {weight_scale.stride()}: must be dense; see prepare"
+    return _rows("x", x) or _rows("weight", weight)
 
 
 # FlashMLA: mla_decode
@@ -146,6 +150,8 @@ def mla_decode_static(
         return f"L = {q_nope.shape[-1]}, R = {q_pe.shape[-1]}: takes 512 and 64"
     if cache.shape[1] != 64:
         return f"pages of {cache.shape[1]}: takes pages of 64"
+    if not scale > 0:
+        return f"scale = {scale}: multiplies the mask's -inf by it, so takes only positive ones"
     return None
 
 
@@ -163,8 +169,8 @@ def mla_decode_dynamic(
         return f"page_table has strides {page_table.stride()}: rows must be dense"
     if not seq_lens.is_contiguous():
         return f"seq_lens has stride {seq_lens.stride()}: must be dense"
-    if plan is not None and plan.storage_offset() % 8:
-        return f"plan has offset {plan.storage_offset()}: must start on 32 bytes"
+    if plan is not None and _offset(plan):
+        return f"plan has offset {plan.storage_offset()}: must start on 16 bytes"
     if (q_nope.shape[0] + 160) * q_nope.shape[1] * q_nope.shape[2] * 512 >= 2**31:  # at most 160 splits beside B
         return f"q has shape {tuple(q_nope.shape)}: offsets of partial results are 32-bit"
     return _rows("cache", cache)

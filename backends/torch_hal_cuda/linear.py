@@ -6,6 +6,8 @@ import deep_gemm
 import torch
 from torch import Tensor
 
+from .alignment import check_aligned
+
 
 def fp8_block_linear(
     x: Tensor,
@@ -18,7 +20,9 @@ def fp8_block_linear(
 ) -> Tensor:
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
     if out.numel():
-        deep_gemm.fp8_gemm_nt((x, x_scale), (weight, weight_scale), out)
+        check_aligned(x=x, x_scale=x_scale, weight=weight)
+        with torch.cuda.device(x.device):  # the library launches on the current device
+            deep_gemm.fp8_gemm_nt((x, x_scale), (weight, weight_scale), out)
     return out
 
 

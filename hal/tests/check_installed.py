@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 import torch_hal as hal
 from torch_hal.plugins import discover
 

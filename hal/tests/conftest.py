@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-PythonRunner = Callable[..., str]
-
 
 @pytest.fixture(autouse=True)
 def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,13 +20,12 @@ def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run_python(tmp_path: Path) -> PythonRunner:
+def run_python(tmp_path: Path) -> Callable[..., str]:
     """``run_python(code, python=…, **variables)``: what a new interpreter prints; its failure fails the test."""
 
     def run(code: str, python: str = sys.executable, **variables: str) -> str:
-        done = subprocess.run(
-            [python, "-c", code], cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, timeout=100
-        )
+        env = {**os.environ, **variables}
+        done = subprocess.run([python, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

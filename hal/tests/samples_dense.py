@@ -1,4 +1,4 @@
-"""Sample arguments of the dense ops: norm, activation, rope, linear, quant. Small, and strided as models stride them."""
+"""Sample arguments for norm, activation, rope, linear and quant: small, and strided as models stride them."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def _absorbed_bmm(generator: Generator, dtype: torch.dtype, tokens: int) -> dict
 
 
 def _fp8_block_linear(generator: Generator, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
-    scales = torch.rand(tokens, 2, generator=generator) + 0.5
+    scales = (torch.rand(tokens, 2, generator=generator) + 0.5) / 100  # what quantising values of about 1 gives
     return {
         "x": _codes(generator, tokens, 256),
         "x_scale": SCALE_LAYOUTS["mn_f32_tma"].pack(scales),
         "weight": _codes(generator, 192, 256),
-        "weight_scale": torch.rand(2, 2, generator=generator) + 0.5,
+        "weight_scale": (torch.rand(2, 2, generator=generator) + 0.5) / 1024,  # the sums fit float16
         "out_dtype": dtype,
         "x_scale_layout": "mn_f32_tma",
     }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_cast_vectors_fnuz() -> None:
 def test_cast_rounds_to_nearest_even(kind: str, dtype: torch.dtype) -> None:
     """At every code, at every midpoint, and just beside."""
     points = [decode(code, kind) for code in range(0x7F)]
-    middles = [(a + b) / 2 for a, b in zip(points, points[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(points)]
     beside = [m * factor for m in middles for factor in (1 - 2**-8, 1 + 2**-7)]
     values = torch.tensor([*points, *middles, *beside], dtype=dtype).double().tolist()
     values += [-v for v in values]

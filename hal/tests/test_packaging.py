@@ -13,16 +13,17 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PythonRunner
+
 from torch_hal import __version__
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OFFLINE = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")} | {"PIP_CONFIG_FILE": os.devnull}
+OFFLINE = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")} | {"PIP_CONFIG_FILE": os.devnull}
 
 
 def pip(environment: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -38,9 +39,8 @@ def site_packages(environment: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], cwd=ROOT, check=True, capture_output=True
-    )
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     [built] = folder.glob("*.whl")
     return built
 
@@ -111,7 +111,7 @@ print(json.dumps({**ops.explain("rms_norm").to_dict(), "text": str(ops.explain("
 """
 
 
-def test_a_third_partys_plugin_is_installed_wins_is_explained_and_goes(tmp_path: Path, run_python: PythonRunner) -> None:
+def test_a_third_partys_plugin_wins_is_explained_and_goes(tmp_path: Path, run_python: Callable[..., str]) -> None:
     environment, source = tmp_path / "environment", tmp_path / "source"
     shutil.copytree(Path(__file__).parent / "acme_plugin", source)
     venv.create(environment, with_pip=False, symlinks=True)

@@ -6,37 +6,56 @@ so a graph names the kernel it was compiled with and two op sets can live in one
 
 from __future__ import annotations
 
+import functools
 import threading
+import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .device import DeviceInfo
 from .loading import Loaded
-from .op import Op
+from .op import Op, declared
 
 NAMESPACE = "torch_hal"
 
 _library: torch.library.Library | None = None
 _lock = threading.Lock()
 _names: dict[Callable[..., Any], str] = {}  # callable -> its op's name
+_own: dict[tuple[str, Callable[..., Any]], Callable[..., Any]] = {}  # (op, a kernel's callable) -> the function for it
 _keys: set[tuple[str, str]] = set()  # (name, dispatch key) that have an implementation
 
 
-def register_torch_op(loaded: Loaded, op: Op[..., Any], device: DeviceInfo) -> str:
-    """Give a kernel its torch op on the device's dispatch key, once; returns the op's qualified name."""
+def with_torch_op(loaded: Loaded, op: Op[..., Any], device: DeviceInfo) -> Loaded:
+    """The kernel with its torch op, registered once on the device's dispatch key, for compilers to meet."""
     with _lock:
-        run = loaded.run
-        name = _names.get(run)
-        if name is None:
-            name = _define(loaded, op)
-            _names[run] = name
-            _substitute(run, name)
+        run = _own.get((op.name, loaded.run))
+        if run is None:
+            run = _own[op.name, loaded.run] = _own_function(loaded.run)
+            _names[run] = _define(loaded, op)
+            _substitute(run, _names[run])
+        name = _names[run]
         if (name, device.dispatch_key) not in _keys:
             _lib().impl(name, run, device.dispatch_key)  # type: ignore[no-untyped-call]
             _keys.add((name, device.dispatch_key))
-        return f"{NAMESPACE}::{name}"
+    return loaded if run is loaded.run else replace(loaded, run=run)
+
+
+def _own_function(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that one torch op may stand for: ``run`` itself, unless it serves another op or is no function."""
+    if not isinstance(run, types.FunctionType):
+
+        @functools.wraps(run, updated=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
+
+        return call
+    if run in _names or any(run is op.reference for op in declared().values()):
+        copy = types.FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+        return functools.update_wrapper(copy, run)
+    return run
 
 
 def torch_op_name(run: Callable[..., Any]) -> str | None:
@@ -69,5 +88,5 @@ def _define(loaded: Loaded, op: Op[..., Any]) -> str:
 def _substitute(run: Callable[..., Any], name: str) -> None:
     # Generated rather than a closure, so that a traceback through a compiled graph shows the kernel's name.
     scope = {"_op": getattr(getattr(torch.ops, NAMESPACE), name).default}
-    exec(f"def {name}(*args):\n    return _op(*args)\n", scope)
+    exec(f"def {name}(*args, **kwargs):\n    return _op(*args, **kwargs)\n", scope)
     torch.compiler.substitute_in_graph(run, skip_signature_check=True)(scope[name])

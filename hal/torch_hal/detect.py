@@ -34,8 +34,9 @@ def find(device: str | torch.device | DeviceInfo | None, registry: Registry) -> 
         device = os.environ.get(SETTING) or _default(registry)
     try:
         wanted = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceUnavailable(f"device {device!r}: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, TypeError) as error:  # a type that torch does not know may be one that a plugin does
+        cause = _diagnosis(str(device).partition(":")[0], registry) or str(error).splitlines()[0]
+        raise DeviceUnavailable(f"device {device!r}: {cause}") from None
     index = wanted.index if wanted.index is not None else _current_index(wanted.type)
     for found, plugin in _found(registry):
         if (found.type, found.index) == (wanted.type, index):
@@ -96,12 +97,23 @@ def _cause(wanted: torch.device, registry: Registry) -> str:
     of_type = [str(d) for d, _ in _found(registry) if d.type == wanted.type]
     if of_type:
         return f"there is no such index; present are {', '.join(of_type)}"
-    for plugin in registry.loaded:
-        if cause := plugin.hooks.torch_hal_diagnose(device_type=wanted.type):
-            return str(cause)
+    if cause := _diagnosis(wanted.type, registry):
+        return cause
     broken = [f"{p.name} ({p.error})" for p in registry.plugins if p.state != "loaded"]
     hint = f"; not loaded: {', '.join(broken)}" if broken else ""
     return f"no plugin offers devices of type '{wanted.type}'; present are {', '.join(str(d) for d in devices())}{hint}"
+
+
+def _diagnosis(device_type: str, registry: Registry) -> str | None:
+    """What plugins say stands between torch and devices of the type; failing that, which of them failed to say."""
+    failed = []
+    for plugin in registry.loaded:
+        try:
+            if cause := plugin.hooks.torch_hal_diagnose(device_type=device_type):
+                return str(cause)
+        except (Exception, SystemExit) as error:
+            failed.append(f"plugin '{plugin.name}' could not say why: {type(error).__name__}: {error}")
+    return "; ".join(failed) or None
 
 
 def _probe_once(device: DeviceInfo, plugin: Plugin | None) -> DeviceInfo:
@@ -110,7 +122,9 @@ def _probe_once(device: DeviceInfo, plugin: Plugin | None) -> DeviceInfo:
         if key not in _probed:
             try:
                 known = plugin.hooks.torch_hal_probe(device=device) if plugin else None
-            except Exception as error:
+                if known is not None and (known.type, known.index) != (device.type, device.index):
+                    raise PluginError(f"torch_hal_probe gave {known}, another device")
+            except (Exception, SystemExit) as error:
                 raise DeviceUnavailable(
                     f"device {device}: probing it failed: {type(error).__name__}: {error}"
                 ) from error

@@ -121,17 +121,16 @@ def _pack_exponents(scales: Tensor, per_word: int) -> Tensor:
     exponents = scales.to(torch.float32).view(torch.int32) >> 23
     padded = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % per_word))
     words = padded.reshape(*scales.shape[:-1], padded.shape[-1] // per_word, per_word)
-    return (words << _byte_shifts(words)).sum(-1, dtype=torch.int32)
+    return (words << _byte_shifts(per_word, words.device)).sum(-1, dtype=torch.int32)
 
 
 def _unpack_exponents(words: Tensor, groups: int, per_word: int) -> Tensor:
-    exponents = words.unsqueeze(-1).expand(*words.shape, per_word)
-    exponents = exponents >> _byte_shifts(exponents) & 0xFF
+    exponents = words.unsqueeze(-1) >> _byte_shifts(per_word, words.device) & 0xFF
     return (exponents.flatten(-2)[..., :groups] << 23).view(torch.float32)
 
 
-def _byte_shifts(words: Tensor) -> Tensor:
-    return torch.arange(0, 8 * words.shape[-1], 8, dtype=torch.int32, device=words.device)
+def _byte_shifts(per_word: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8 * per_word, 8, dtype=torch.int32, device=device)
 
 
 def _column_major(x: Tensor, alignment: int) -> Tensor:

@@ -53,8 +53,8 @@ class Library:
 
     def missing(self) -> str | None:
         """Why the library is not installed in the wanted version; None if it is. Imports nothing."""
-        try:
-            found = importlib.util.find_spec(self.name) is not None
+        try:  # the top package alone: to look inside it would import it
+            found = importlib.util.find_spec(self.name.partition(".")[0]) is not None
         except (ImportError, ValueError):
             found = False
         if not found:
@@ -149,27 +149,30 @@ def load(target: Target) -> Callable[..., Any]:
 
 
 def _version_ok(have: str, wanted: str) -> bool:
-    """Numeric comparison of release numbers, for each comma-separated clause of ``wanted``."""
-    tests: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
-        ">=": lambda a, b: a >= b,
-        "<=": lambda a, b: a <= b,
-        "==": lambda a, b: a[: len(b)] == b,
-        "!=": lambda a, b: a[: len(b)] != b,
-        ">": lambda a, b: a > b,
-        "<": lambda a, b: a < b,
+    """Numeric comparison of release numbers, for each comma-separated clause of ``wanted``; ``==1.4`` holds for 1.4.2."""
+    tests: dict[str, Callable[[list[int], list[int], int], bool]] = {
+        ">=": lambda a, b, n: a >= b,
+        "<=": lambda a, b, n: a <= b,
+        "==": lambda a, b, n: a[:n] == b[:n],
+        "!=": lambda a, b, n: a[:n] != b[:n],
+        ">": lambda a, b, n: a > b,
+        "<": lambda a, b, n: a < b,
     }
     for clause in wanted.split(","):
         match = re.fullmatch(r"\s*(>=|<=|==|!=|>|<)\s*([\d.]+)\s*", clause)
         if match is None:
             raise ValueError(f"version requirement {wanted!r}: expected e.g. '>=1.2,<2'")
-        if not tests[match[1]](_release(have), _release(match[2])):
+        a, b = _release(have), _release(match[2])
+        named, length = len(b), max(len(a), len(b))
+        a, b = (x + [0] * (length - len(x)) for x in (a, b))  # 1.4 is 1.4.0
+        if not tests[match[1]](a, b, named):
             return False
     return True
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _release(version: str) -> list[int]:
     match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
+    return [int(part) for part in match[0].split(".")] if match else []
 
 
 def by_name(kernels: Iterable[Kernel]) -> dict[str, list[Kernel]]:

@@ -55,17 +55,24 @@ def _lacking(
 ) -> list[inspect.Parameter]:
     """The op's trailing defaulted parameters that the function does not have. PluginError for any other difference."""
     try:
-        have = list(inspect.signature(function).parameters)
+        have = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError) as error:
         raise PluginError(f"{kernel.id}: {part} of {kernel.op} has no signature to check: {error}") from error
     want = list(inspect.signature(model).parameters.values())
     absent = want[len(have) :]
-    if have != [p.name for p in want[: len(have)]] or any(p.default is inspect.Parameter.empty for p in absent):
-        expected = ", ".join(p.name for p in want)
-        raise PluginError(f"{kernel.id}: {part} of {kernel.op} takes ({', '.join(have)}), the op takes ({expected})")
+    same_names = [p.name for p in have] == [p.name for p in want[: len(have)]]
+    if not same_names or any(p.default is inspect.Parameter.empty for p in absent):
+        expected, got = (", ".join(p.name for p in parameters) for parameters in (want, have))
+        raise PluginError(f"{kernel.id}: {part} of {kernel.op} takes ({got}), the op takes ({expected})")
+    for mine, model_parameter in zip(have, want, strict=False):
+        if part == "run" and mine.default != model_parameter.default:  # torch leaves defaulted arguments out of calls
+            raise PluginError(
+                f"{kernel.id}: run of {kernel.op} must have the op's default for '{mine.name}': {model_parameter}"
+            )
     return absent
 
 
+@functools.cache  # so that every bind gets the same function, and with it the same torch op
 def _without(function: Callable[..., Any], count: int) -> Callable[..., Any]:
     """``function`` of an older contract, called with a newer one's arguments: the trailing ones are dropped."""
 

@@ -42,7 +42,9 @@ class Op(Generic[P, R]):
     accumulates: torch.dtype | None = torch.float32
     reduces: str = "1"  # expression over dims: the length of the longest sum
     flops: str = "0"  # expression over dims
-    terms: Callable[..., Any] | None = None  # sum of each output's absolute terms, for error bounds
+    traffic: str | None = None  # expression: bytes that must move, where a call touches only a part of an argument
+    terms: Callable[..., Any] | None = None  # each result's sum of absolute terms, S in the error bound
+    intermediate: Callable[..., Any] | None = None  # 2-norm of what a rounded intermediate adds up to, T in the bound
     fake: Callable[..., Any] | None = None  # defaults to the reference, which runs on fake tensors
     prepare: Callable[..., Any] | None = None
     plan: Callable[..., Any] | None = None
@@ -95,8 +97,9 @@ class Op(Generic[P, R]):
         scope = {**arguments, **self.checker.dims(arguments)}
         inputs = sum(_nbytes(value) for value in arguments.values())
         written = sum(_nbytes(arguments[name]) for name in self.mutates)
+        everything = inputs + written + _nbytes(results)
         return {
-            "bytes": inputs + written + _nbytes(results),
+            "bytes": everything if self.traffic is None else self._number(self.traffic, scope),
             "flops": self._number(self.flops, scope),
             "reduces": self._number(self.reduces, scope),
         }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import detect, native, plugins
-from .compile import register_torch_op
+from .compile import with_torch_op
 from .device import DeviceInfo
 from .errors import FallbackWarning, PolicyError, Unsupported
 from .frame import Trace, build_frame
@@ -81,6 +81,9 @@ class OpSet:
             raise AttributeError(f"an op set never changes: cannot set '{name}'; bind a new one")
         object.__setattr__(self, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"an op set never changes: cannot delete '{name}'")
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._explanations)
 
@@ -132,8 +135,7 @@ def bind(device: str | torch.device | DeviceInfo | None = None, policy: Policy |
     registry = plugins.discover()
     policy = resolve(policy)
     info = detect.find(device, registry)
-    offered = by_name([*with_twins(registry.kernels, dict(declared())), *native.native_kernels()])
-    policy.check_patterns(declared(), [k for kernels in offered.values() for k in kernels])
+    offered = _offered(registry, policy)
     trace = Trace() if policy.trace else None
     explanations = {name: select(op, info, offered[name], policy) for name, op in declared().items()}
     for name, explanation in explanations.items():
@@ -150,9 +152,17 @@ def explain(
     if op not in declared():
         raise PolicyError(f"no op '{op}'; see `torch-hal ops`")
     registry = plugins.discover()
+    policy = resolve(policy)
     info = detect.find(device, registry)
+    return select(declared()[op], info, _offered(registry, policy)[op], policy)
+
+
+def _offered(registry: plugins.Registry, policy: Policy) -> dict[str, list[Kernel]]:
+    """Every kernel by op, derived and native ones too. Raises PolicyError for a pattern that means none of them."""
     offered = by_name([*with_twins(registry.kernels, dict(declared())), *native.native_kernels()])
-    return select(declared()[op], info, offered[op], resolve(policy))
+    absent = {plugin.name: plugin.error for plugin in registry.plugins if plugin.state != "loaded"}
+    policy.check_patterns(declared(), [k for kernels in offered.values() for k in kernels], absent)
+    return offered
 
 
 def _report_fallback(name: str, explanation: Explanation, policy: Policy) -> None:
@@ -180,7 +190,7 @@ def _report_fallback(name: str, explanation: Explanation, policy: Policy) -> Non
     message = f"{name} on {explanation.device} falls back from {wanted} to {chosen.kernel.id}: {why}"
     if policy.fallback == "error":
         raise Unsupported(f"{message} (policy.fallback is 'error')")
-    warnings.warn(message, FallbackWarning, stacklevel=4)
+    warnings.warn(message, FallbackWarning, stacklevel=3)
 
 
 def _bound_op(op: Op[..., Any], explanation: Explanation, ops: OpSet) -> Any:
@@ -201,9 +211,7 @@ def _bound_op(op: Op[..., Any], explanation: Explanation, ops: OpSet) -> Any:
 
 def _compilable(loaded: Loaded, op: Op[..., Any], device: DeviceInfo) -> Loaded:
     """An opaque kernel becomes a torch op of its own for compilers; eager calls keep bypassing it."""
-    if Trait.TRACEABLE not in loaded.kernel.traits:
-        register_torch_op(loaded, op, device)
-    return loaded
+    return loaded if Trait.TRACEABLE in loaded.kernel.traits else with_torch_op(loaded, op, device)
 
 
 def _companion(function: Callable[..., Any], layout: str) -> Callable[..., Prepared]:

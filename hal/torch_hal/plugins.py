@@ -29,6 +29,7 @@ from .op import _OPS
 GROUP = "torch_hal.backends"
 SETTING = "TORCH_HAL_PLUGINS"  # names to load, comma-separated; with a leading "-", names to leave out
 NATIVE = "native"
+IN_PROCESS = "registered in this process"
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ _registered: dict[str, Any] = {}
 
 def discover() -> Registry:
     """The plugins of this process, discovered at the first call."""
-    return _current or refresh()
+    with _lock:
+        return _current or refresh()
 
 
 def refresh() -> Registry:
@@ -81,14 +83,14 @@ def refresh() -> Registry:
     with _lock:
         known = {p.name: p for p in _current.loaded} if _current else {}
         found = [_load_entry_point(name, group, known) for name, group in sorted(_entry_points().items())]
-        found += [_load(name, "registered in this process", plugin) for name, plugin in _registered.items()]
-        for plugin in found:
+        found += [_load_registered(name, plugin, found) for name, plugin in _registered.items()]
+        _current = Registry(tuple(sorted(found, key=lambda p: p.name)))
+        for plugin in _current.plugins:
             if plugin.state == "broken":
                 message = (
                     f"plugin '{plugin.name}' ({plugin.origin}) is left out: {plugin.error}. See `torch-hal doctor`."
                 )
                 warnings.warn(message, PluginWarning, stacklevel=3)
-        _current = Registry(tuple(sorted(found, key=lambda p: p.name)))
         return _current
 
 
@@ -97,7 +99,7 @@ def register(plugin: object, name: str) -> None:
     with _lock:
         if any(p.name == name for p in discover().plugins):
             raise PluginError(f"plugin name '{name}' is taken; unregister it or choose another")
-        loaded = _load(name, "registered in this process", plugin)
+        loaded = _load(name, IN_PROCESS, plugin)
         if loaded.state == "broken":
             raise PluginError(f"plugin '{name}': {loaded.error}")
         _registered[name] = plugin
@@ -135,16 +137,26 @@ def _switched_off(name: str) -> bool:
 
 
 def _distribution(entry: importlib.metadata.EntryPoint) -> str:
-    return re.sub(r"[-_.]+", "-", entry.dist.name).lower() if entry.dist else ""
+    return re.sub(r"[-_.]+", "-", _label(entry).partition(" ")[0]).lower()
+
+
+def _label(entry: importlib.metadata.EntryPoint) -> str:
+    """Its distribution's name and version; of metadata that lost its METADATA file, the folder's name."""
+    if entry.dist is None:
+        return ""
+    if entry.dist.read_text("METADATA") or entry.dist.read_text("PKG-INFO"):
+        return f"{entry.dist.name} {entry.dist.version}"
+    return str(getattr(getattr(entry.dist, "_path", None), "name", "a distribution without metadata"))
 
 
 def _load_entry_point(name: str, group: list[importlib.metadata.EntryPoint], known: dict[str, Plugin]) -> Plugin:
     entry = group[0]
-    origin = f"{entry.dist.name} {entry.dist.version}, {entry.value}" if entry.dist else entry.value
+    package = re.split(r"[.:\s]", entry.value)[0]
+    origin = ", ".join(filter(None, (_label(entry), entry.value)))
     if _switched_off(name):
         return Plugin(name, origin, "off", error=f"switched off by {SETTING}")
     if len(group) > 1:
-        claims = " and ".join(sorted(f"{e.dist.name} ({e.value})" for e in group if e.dist))
+        claims = " and ".join(sorted(f"{_label(e)} ({e.value})" for e in group))
         error = (
             f"two distributions claim the name: {claims}; uninstall one, or leave '{name}' out with {SETTING}=-{name}"
         )
@@ -155,12 +167,20 @@ def _load_entry_point(name: str, group: list[importlib.metadata.EntryPoint], kno
     try:
         target = entry.load()
     except (Exception, SystemExit) as error:
-        _roll_back(entry.module.partition(".")[0], before, ops)
+        _roll_back(package, before, ops)
         return _broken(name, origin, error)
     plugin = _load(name, origin, target)
     if plugin.state == "broken":
-        _roll_back(entry.module.partition(".")[0], before, ops)
+        _roll_back(package, before, ops)
     return plugin
+
+
+def _load_registered(name: str, plugin: object, installed: list[Plugin]) -> Plugin:
+    for other in installed:
+        if other.name == name:
+            error = f"an installed plugin has the name too: {other.origin}; unregister('{name}'), or uninstall that one"
+            return Plugin(name, IN_PROCESS, "broken", error=error)
+    return _load(name, IN_PROCESS, plugin)
 
 
 def _roll_back(package: str, modules: set[str], ops: set[str]) -> None:
@@ -233,8 +253,11 @@ def _broken(name: str, origin: str, error: BaseException) -> Plugin:
 def plugin_devices(plugin: Plugin) -> list[DeviceInfo]:
     """The devices that a plugin names; an exception there counts as none, with a warning."""
     try:
-        return [device for batch in plugin.hooks.torch_hal_devices() for device in batch]
-    except Exception as error:
+        found = [device for batch in plugin.hooks.torch_hal_devices() for device in batch]
+        if strange := [device for device in found if not isinstance(device, DeviceInfo)]:
+            raise TypeError(f"torch_hal_devices gave {strange[0]!r}, expected a DeviceInfo")
+        return found
+    except (Exception, SystemExit) as error:
         warnings.warn(
             f"plugin '{plugin.name}' could not list its devices: {type(error).__name__}: {error}",
             PluginWarning,

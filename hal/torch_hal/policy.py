@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from .errors import PolicyError
+from .errors import PolicyError, Unsupported
 from .kernel import Kernel
 
 PREFIX = "TORCH_HAL_"
@@ -57,20 +57,29 @@ class Policy(pydantic.BaseModel):
         """The kernel patterns that ``rules`` hold for ``op``, in the order written."""
         return [pattern for glob, patterns in rules.items() if fnmatch.fnmatchcase(op, glob) for pattern in patterns]
 
-    def check_patterns(self, ops: Iterable[str], kernels: Iterable[Kernel]) -> None:
-        """Raise PolicyError for a pattern that matches nothing: it is a typing error, not a wish."""
+    def check_patterns(self, ops: Iterable[str], kernels: Iterable[Kernel], absent: Mapping[str, str]) -> None:
+        """Raise PolicyError for a pattern that matches nothing: it is a typing error, not a wish.
+
+        absent: plugins that were not loaded, and why. A pattern may name one; requiring nothing else is Unsupported.
+        """
         ops, kernels = list(ops), list(kernels)
         for field in ("prefer", "require", "deny"):
             for glob, patterns in getattr(self, field).items():
+                rule = f"policy.{field}['{glob}']"
                 matched = fnmatch.filter(ops, glob)
                 if not matched:
                     raise PolicyError(f"policy.{field}: '{glob}' matches no op; see `torch-hal ops`")
-                for pattern in patterns:
-                    if not any(k.op in matched and names(pattern, k) for k in kernels):
-                        offered = sorted({k.id for k in kernels if k.op in matched})
-                        raise PolicyError(
-                            f"policy.{field}['{glob}']: '{pattern}' matches no kernel; offered are {', '.join(offered)}"
-                        )
+                offered = [k for k in kernels if k.op in matched]
+                unmet = [p for p in patterns if not any(names(p, k) for k in offered)]
+                gone = {p: name for p in unmet for name in absent if fnmatch.fnmatchcase(name, p.partition(".")[0])}
+                if unknown := [p for p in unmet if p not in gone]:
+                    ids = ", ".join(sorted({k.id for k in offered}))
+                    raise PolicyError(f"{rule}: '{unknown[0]}' matches no kernel; offered are {ids}")
+                if not patterns:
+                    raise PolicyError(f"{rule}: names no kernel")
+                if field == "require" and len(unmet) == len(patterns):
+                    why = "; ".join(f"plugin {name}: {absent[name]}" for name in dict.fromkeys(gone.values()))
+                    raise Unsupported(f"{rule}: {', '.join(patterns)} cannot serve. {why}")
 
 
 def names(pattern: str, kernel: Kernel) -> bool:

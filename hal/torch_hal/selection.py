@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 import functools
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .device import DeviceInfo
-from .errors import PluginError, Unsupported
+from .errors import Unsupported
 from .kernel import Kernel, Library, Trait, load
 from .loading import Loaded, load_kernel
 from .op import PLAIN, Op
@@ -103,7 +104,7 @@ def select(op: Op[..., Any], device: DeviceInfo, kernels: Iterable[Kernel], poli
     open_ended = True  # whether a call may still get past the kernels chosen so far
     for verdict in verdicts:
         if verdict.refused is None and open_ended:
-            verdict = _settle_code(verdict.kernel, device, op, explicit=bool(required))
+            verdict = _settle_code(verdict.kernel, device, op)
             if (loaded := verdict.loaded) is not None:
                 role = "next" if any(v.role == "chosen" for v in settled) else "chosen"
                 verdict = Verdict(verdict.kernel, loaded=loaded, role=role)
@@ -157,29 +158,29 @@ def _settle_device(
 
 
 _probes: dict[tuple[Library, str, str, int], str | None] = {}
+_lock = threading.RLock()
 
 
 def probe_library(library: Library, device: DeviceInfo) -> str | None:
     """Why ``library`` does not work on ``device``; None if it does. Remembered for the process."""
     key = (library, device.vendor, device.type, device.index)
-    if key not in _probes:
-        try:
-            _probes[key] = load(library.probe)(device) if library.probe is not None else None
-        except Exception as error:
-            _probes[key] = f"probing {library.name} raised {type(error).__name__}: {error}"
-    return _probes[key]
+    with _lock:
+        if key not in _probes:
+            try:
+                _probes[key] = load(library.probe)(device) if library.probe is not None else None
+            except (Exception, SystemExit) as error:
+                _probes[key] = f"probing {library.name} raised {type(error).__name__}: {error}"
+        return _probes[key]
 
 
-def _settle_code(kernel: Kernel, device: DeviceInfo, op: Op[..., Any], explicit: bool) -> Verdict:
+def _settle_code(kernel: Kernel, device: DeviceInfo, op: Op[..., Any]) -> Verdict:
     """What the kernel's library and code say: probe, import, check signatures."""
     library = kernel.requires.library
     if isinstance(library, Library) and (reason := probe_library(library, device)) is not None:
         return Verdict(kernel, reason, Cause.BROKEN)
     try:
         loaded = load_kernel(kernel, op)
-    except Exception as error:
-        if explicit and not isinstance(error, (ImportError, PluginError)):
-            raise
+    except (Exception, SystemExit) as error:
         return Verdict(kernel, f"loading it raised {type(error).__name__}: {error}", Cause.BROKEN)
     return Verdict(kernel, loaded=loaded)
 

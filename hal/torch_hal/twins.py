@@ -35,6 +35,8 @@ def load_run(kernel: Kernel, ops: dict[str, Op[..., Any]]) -> Callable[..., Any]
     return _write_back(run, op) if op.mutates else _copy_first(run, ops[kernel.derived_from])
 
 
+# Cached, so that every bind gets the same function, and with it the same torch op.
+@functools.cache
 def _copy_first(run: Callable[..., Any], in_place: Op[..., Any]) -> Callable[..., Any]:
     """The functional form of an in-place kernel: run it on copies and return them."""
     places = [list(in_place.signature.parameters).index(name) for name in in_place.mutates]
@@ -51,6 +53,7 @@ def _copy_first(run: Callable[..., Any], in_place: Op[..., Any]) -> Callable[...
     return functional
 
 
+@functools.cache
 def _write_back(run: Callable[..., Any], in_place: Op[..., Any]) -> Callable[..., Any]:
     """The in-place form of a functional kernel: copy its results over the arguments that they replace."""
     places = [list(in_place.signature.parameters).index(name) for name in in_place.mutates]

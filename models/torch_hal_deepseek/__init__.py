@@ -1,8 +1,7 @@
 """DeepSeek V2, V2-Lite and V3 (and R1, which is V3), written once against torch_hal's ops.
 
-    import torch_hal_deepseek as deepseek
-    model = deepseek.load("DeepSeek-V2-Lite", device="cuda")
-    for token in model.generate(prompt_ids, max_new_tokens=100): ...
+``load`` reads a Hugging Face checkpoint; ``model.logits`` and ``model.generate`` serve one sequence; ``model.prefill``
+and ``model.decode``, with a `KVCache`, are what an engine batches requests with.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ N key width without position · R rotary width · P = N + R · V value width · 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .batch import Decode, Prefill
@@ -29,7 +30,8 @@ class MLA:
         c = build.config
         self.ops, self.rope_table, self.interleaved = build.ops, rope_table, c.rope_interleave
         self.heads, self.scale = c.num_attention_heads, c.softmax_scale
-        self.nope, self.rotary, self.value, self.latent = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank
+        self.nope, self.rotary, self.value = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+        self.latent = c.kv_lora_rank
         self.query = c.q_lora_rank or self.heads * c.qk_head_dim
         # Everything that reads x, in one product: [query, or its latent | c | rotary key].
         self.qkv_a = Linear(build, self.query + c.kv_width, c.hidden_size)
@@ -38,13 +40,13 @@ class MLA:
         self.kv_a_norm = Norm(build, c.kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b = Linear(build, self.heads * (self.nope + self.value), c.kv_lora_rank)
         # Both halves of kv_b by head, as decode multiplies by them: views, not copies.
-        kv_b_HXL = self.kv_b.weight.unflatten(0, (self.heads, self.nope + self.value))
+        kv_b_HXL = self.kv_b.weight.view(self.heads, self.nope + self.value, self.latent)
         self.w_kc_HNL = kv_b_HXL[:, : self.nope]
         self.w_vc_HLV = kv_b_HXL[:, self.nope :].transpose(1, 2)
         self.o = Linear(build, c.hidden_size, self.heads * self.value)
 
     def targets(self, prefix: str) -> Targets:
-        query, kv_a = self.qkv_a.weight.split([self.query, self.latent + self.rotary])
+        query, kv_a = torch.split(self.qkv_a.weight, [self.query, self.latent + self.rotary])
         if self.q_b is not None and self.q_a_norm is not None:
             yield f"{prefix}.q_a_proj.weight", query
             yield f"{prefix}.q_a_layernorm.weight", self.q_a_norm.weight
@@ -73,10 +75,10 @@ class MLA:
 
     def _project(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, latents and rotary keys, the rotary parts rotated to their positions."""
-        q, c_TL, k_pe_TR = self.qkv_a(x_TD).split([self.query, self.latent, self.rotary], dim=-1)
+        q, c_TL, k_pe_TR = torch.split(self.qkv_a(x_TD), [self.query, self.latent, self.rotary], dim=-1)
         if self.q_b is not None and self.q_a_norm is not None:
             q = self.q_b(self.q_a_norm(q))
-        q_THP = q.unflatten(-1, (self.heads, self.nope + self.rotary))
+        q_THP = torch.unflatten(q, -1, (self.heads, self.nope + self.rotary))
         q_pe_THR, k_pe_T1R = self.ops.rope(
             q_THP[..., self.nope :], k_pe_TR.unsqueeze(1), positions_T, self.rope_table, self.interleaved
         )
@@ -101,16 +103,16 @@ class MLA:
 
     def _expand(self, c_TL: Tensor, k_pe_TR: Tensor) -> tuple[Tensor, Tensor]:
         """Every head's keys and values from the latents."""
-        kv_THX = self.kv_b(c_TL).unflatten(-1, (self.heads, self.nope + self.value))
-        k_nope_THN, v_THV = kv_THX.split([self.nope, self.value], dim=-1)
+        kv_THX = torch.unflatten(self.kv_b(c_TL), -1, (self.heads, self.nope + self.value))
+        k_nope_THN, v_THV = torch.split(kv_THX, [self.nope, self.value], dim=-1)
         return self.ops.concat_mla_k(k_nope_THN, k_pe_TR.unsqueeze(1)), v_THV
 
     def _absorbed(self, q_THP: Tensor, batch: Decode, cache: Tensor) -> Tensor:
-        q_nope_THN, q_pe_THR = q_THP.split([self.nope, self.rotary], dim=-1)
+        q_nope_THN, q_pe_THR = torch.split(q_THP, [self.nope, self.rotary], dim=-1)
         q_nope_THL = self.ops.absorbed_bmm(q_nope_THN, self.w_kc_HNL)
         out_BSHL, _ = self.ops.mla_decode(
-            q_nope_THL.unflatten(0, (-1, batch.queries)),
-            q_pe_THR.unflatten(0, (-1, batch.queries)),
+            torch.unflatten(q_nope_THL, 0, (-1, batch.queries)),
+            torch.unflatten(q_pe_THR, 0, (-1, batch.queries)),
             cache,
             batch.page_table,
             batch.seq_lens,

@@ -92,7 +92,8 @@ class Checkpoint:
         for path in paths:
             for name in self.header(path).entries:
                 if name in files:
-                    raise CheckpointError(f"{name}: in both {files[name].name} and {path.name}, and no {INDEX} to choose")
+                    both = f"{files[name].name} and {path.name}"
+                    raise CheckpointError(f"{name}: duplicated, in {both}, with no {INDEX} to choose")
                 files[name] = path
         return files
 
@@ -194,8 +195,10 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     table.pop("__metadata__", None)
     try:
-        entries = {name: Entry(e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in table.items()}
-    except (KeyError, TypeError) as error:
+        entries = {
+            name: Entry(e["dtype"], tuple(e["shape"]), *map(int, e["data_offsets"])) for name, e in table.items()
+        }
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: malformed header: {error}") from error
     return Header(entries, size - 8 - length)
 

@@ -24,7 +24,7 @@ from .random_weights import random_checkpoint
 from .tokenizer import TextStream, Tokenizer, load_tokenizer
 
 app = typer.Typer(
-    help="DeepSeek V2 and V3 on any device that torch-hal has kernels for. Kernels are chosen by TORCH_HAL_* variables.",
+    help="DeepSeek V2 and V3 on any device with torch-hal kernels, chosen as TORCH_HAL_* variables say.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

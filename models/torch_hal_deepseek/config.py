@@ -238,8 +238,8 @@ def _refuse(data: Mapping[str, Any]) -> None:
     if sparse := [field for field in ("index_topk", "index_n_heads", "index_head_dim") if data.get(field)]:
         raise ValueError(f"{', '.join(sparse)}: sparse attention (DSA) is not supported yet")
     heads, kv_heads = data.get("num_attention_heads"), data.get("num_key_value_heads")
-    if kv_heads is not None and kv_heads != heads:
-        raise ValueError(f"num_key_value_heads: {kv_heads} differs from num_attention_heads {heads}, which MLA lacks")
+    if None not in (heads, kv_heads) and kv_heads != heads:
+        raise ValueError(f"num_key_value_heads: {kv_heads}, expected num_attention_heads {heads}: MLA groups no heads")
 
 
 def _read_rope(data: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ def _run(
         return
     sampler = Sampler(model.ops, [params])
     sequence, cache = Sequence(), model.new_cache(len(ids_T) + max_new_tokens)
-    for piece in ids_T.split(prefill_chunk):
+    for piece in torch.split(ids_T, prefill_chunk):
         logits_BW = model.prefill([piece], [sequence], cache)
     for count in range(max_new_tokens):
         id_B = sampler(logits_BW, torch.tensor([count], device=logits_BW.device))

@@ -17,7 +17,7 @@ import torch_hal as hal
 from torch_hal.ops.rope import rope_cos_sin_cache
 
 from .attention import MLA
-from .batch import Decode, Prefill, plan_decode, plan_prefill
+from .batch import PREFIX_CHUNK, Decode, Prefill, plan_decode, plan_prefill
 from .cache import KVCache, Sequence, pages_for
 from .checkpoint import Checkpoint, LoadReport
 from .config import Config, load_config
@@ -65,6 +65,7 @@ class DeepSeek:
     def __init__(self, build: Build) -> None:
         c = self.config = build.config
         self.ops, self.dtype, self.device = build.ops, build.dtype, build.device
+        self.prefix_chunk = PREFIX_CHUNK
         rope_table = rope_cos_sin_cache(
             c.max_positions,
             c.qk_rope_head_dim,
@@ -127,7 +128,7 @@ class DeepSeek:
         hidden_TD = self.forward(ids_BS.flatten().to(self.device), batch, cache)
         for sequence in sequences:
             sequence.length += queries
-        return self.head(hidden_TD).to(torch.float32).unflatten(0, ids_BS.shape)
+        return self.head(hidden_TD).to(torch.float32).view(*ids_BS.shape, self.config.vocab_size)
 
     def logits(self, token_ids: Tokens) -> Tensor:
         """Logits float32 [T, W] after each token of one sequence [T] of integers."""
@@ -154,12 +155,10 @@ class DeepSeek:
         """
         return generate(self, self._ids(token_ids), max_new_tokens, temperature, top_p, top_k, min_p, seed)
 
-    def _prefill(
-        self, ids: list[Tensor], sequences: ListLike[Sequence], cache: KVCache
-    ) -> tuple[Tensor, Prefill]:
+    def _prefill(self, ids: list[Tensor], sequences: ListLike[Sequence], cache: KVCache) -> tuple[Tensor, Prefill]:
         counts = [len(part) for part in ids]
         self._reserve(sequences, counts, cache)
-        batch = plan_prefill(cache, sequences, counts)
+        batch = plan_prefill(cache, sequences, counts, self.prefix_chunk)
         ids_T = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
         hidden_TD = self.forward(ids_T.to(self.device), batch, cache)
         for sequence, count in zip(sequences, counts, strict=True):
@@ -179,8 +178,9 @@ class DeepSeek:
         ids = torch.as_tensor(tokens, device="cpu") if len(tokens) else torch.empty(0, dtype=torch.int64)
         if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"token ids: expected integers [T], got {ids.dtype} {list(ids.shape)}")
-        if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < self.config.vocab_size):
-            raise ValueError(f"token ids: expected 0 ≤ id < vocab_size {self.config.vocab_size}, got {int(ids.min())} to {int(ids.max())}")
+        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(f"token ids: expected 0 ≤ id < {self.config.vocab_size} (vocab_size), got {low} to {high}")
         return ids.to(torch.int64)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +39,16 @@ class Sampler:
 
     def __init__(self, ops: OpSet, requests: ListLike[SamplingParams]) -> None:
         self.ops = ops
-        floats = {"dtype": torch.float32, "device": ops.torch_device}
-        self.greedy = torch.tensor([r.temperature == 0 for r in requests], device=ops.torch_device)
-        self.temperature = torch.tensor([r.temperature or 1.0 for r in requests], **floats)  # type: ignore[arg-type]
-        self.top_p = torch.tensor([r.top_p for r in requests], **floats)  # type: ignore[arg-type]
-        self.min_p = torch.tensor([r.min_p for r in requests], **floats)  # type: ignore[arg-type]
-        self.top_k = torch.tensor([min(r.top_k, 2**31 - 1) for r in requests], dtype=torch.int32, device=ops.torch_device)
-        self.seeds = torch.tensor([_int64(r.seed) for r in requests], dtype=torch.int64, device=ops.torch_device)
+
+        def column(values: list[Any], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=ops.torch_device)
+
+        self.greedy = column([r.temperature == 0 for r in requests], torch.bool)
+        self.temperature = column([max(r.temperature, 1e-30) for r in requests], torch.float32)
+        self.top_p = column([r.top_p for r in requests], torch.float32)
+        self.top_k = column([min(r.top_k, 2**31 - 1) for r in requests], torch.int32)
+        self.min_p = column([r.min_p for r in requests], torch.float32)
+        self.seeds = column([_int64(r.seed) for r in requests], torch.int64)
         # A filter that nobody asked for is not run.
         self.all_greedy = all(r.temperature == 0 for r in requests)
         self.uses_top_k = any(r.top_k for r in requests)
@@ -56,7 +60,7 @@ class Sampler:
         likeliest = logits_BW.argmax(-1)
         if self.all_greedy:
             return likeliest
-        # A temperature near zero overflows to ±inf: subtract the maximum first, so that it stays 0.
+        # A temperature near zero makes logits overflow: subtract the maximum first, whose own then stays 0.
         shifted = logits_BW - logits_BW.amax(-1, keepdim=True)
         probs = (shifted / self.temperature[:, None]).softmax(-1)
         if self.uses_top_k:

@@ -72,7 +72,7 @@ def test_double_inputs_are_computed_in_double() -> None:
 
 
 def test_every_spread_of_the_load() -> None:
-    """All to one expert, all to the last, half to one, nobody anywhere: blocks are enough and rows are the right ones."""
+    """All to one expert, to the last, half to one, to none: blocks are enough and every row is its own."""
     x, w13, w2, weights, _ = make(23, 5, 2)
     for ids in (
         torch.zeros(23, 2),
@@ -82,9 +82,7 @@ def test_every_spread_of_the_load() -> None:
         torch.stack([torch.arange(23) % 7 - 1, torch.full((23,), 5)], 1),
     ):
         arguments = (x, w13, w2, weights, ids.to(torch.int32))
-        torch.testing.assert_close(
-            fused_experts(*arguments).to(torch.float64), loop(*arguments), rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(fused_experts(*arguments).to(torch.float64), loop(*arguments), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
@@ -245,7 +243,10 @@ X, W13, W2, WEIGHTS, IDS = make(3, 4, 2)
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: fused_experts(X, W13[:, :-2], W2, WEIGHTS, IDS), r"fused_experts.*'w13'.*2\*I = 20.*got shape \(4, 18"),
+        (
+            lambda: fused_experts(X, W13[:, :-2], W2, WEIGHTS, IDS),
+            r"fused_experts.*'w13'.*2\*I = 20.*got shape \(4, 18",
+        ),
         (lambda: fused_experts(X, W13, W2[:3], WEIGHTS, IDS), r"fused_experts.*'w2'.*E = 4.*got shape \(3, 24, 10\)"),
         (
             lambda: fused_experts(X, W13.to(torch.bfloat16), W2, WEIGHTS, IDS),

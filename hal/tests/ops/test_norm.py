@@ -100,7 +100,7 @@ def test_twin_writes_in_place() -> None:
 
 def test_errors_name_argument_expected_and_got() -> None:
     x, weight = normal(3, 64), normal(64)
-    with pytest.raises(ArgumentError, match=r"rms_norm: argument 'weight': expected \[D\] with D = 64.*got shape \(32,\)"):
+    with pytest.raises(ArgumentError, match=r"rms_norm: argument 'weight': expected \[D\] with D = 64.*got shape \(32"):
         rms_norm(x, weight[:32], 1e-6)
     with pytest.raises(ArgumentError, match=r"'weight': expected torch.bfloat16 or torch.float32, got torch.float16"):
         rms_norm(x.bfloat16(), weight.half(), 1e-6)

@@ -111,7 +111,9 @@ def test_identities_are_exact_and_extremes_are_greedy(
     assert torch.equal(renorm(probs, greedy), torch.nn.functional.one_hot(probs.argmax(-1), 8).to(torch.float32))
 
 
-@pytest.mark.parametrize("renorm, parameter", [(top_k_renorm, i32(2)), (top_p_renorm, f32(0.5)), (min_p_renorm, f32(0.5))])
+@pytest.mark.parametrize(
+    "renorm, parameter", [(top_k_renorm, i32(2)), (top_p_renorm, f32(0.5)), (min_p_renorm, f32(0.5))]
+)
 def test_rows_of_zeros_and_nan(renorm: Callable[[Tensor, Tensor], Tensor], parameter: Tensor) -> None:
     probs = torch.stack([torch.zeros(4), f32(0.5, math.nan, 0.25, 0.25), f32(0.5, 0.25, 0.125, 0.125)])
     got = renorm(probs, parameter.expand(3))
@@ -132,7 +134,7 @@ def test_uniform_is_splitmix64() -> None:
     got = uniform(seeds, offsets)
     assert got.dtype == torch.float64
     assert got.tolist() == [python_uniform(seed, offset) for seed, offset in pairs]
-    assert 0 <= got.min() and got.max() < 1
+    assert got.min() >= 0 and got.max() < 1
 
 
 def chi_square(ids: Tensor, probs: Tensor) -> float:
@@ -224,7 +226,9 @@ def test_any_strides() -> None:
         torch.testing.assert_close(top_k_renorm(strided, i32(1, 2, 3, 4, 5)), top_k_renorm(probs, i32(1, 2, 3, 4, 5)))
         torch.testing.assert_close(top_p_renorm(strided, parameter), top_p_renorm(probs, parameter))
         torch.testing.assert_close(min_p_renorm(strided, parameter), min_p_renorm(probs, parameter))
-        assert torch.equal(sample(strided, torch.arange(5), torch.arange(5)), sample(probs, torch.arange(5), torch.arange(5)))
+        assert torch.equal(
+            sample(strided, torch.arange(5), torch.arange(5)), sample(probs, torch.arange(5), torch.arange(5))
+        )
 
 
 def _calls(count: int) -> list[tuple[Callable[..., Tensor], tuple[Any, ...], torch.Size, torch.dtype]]:
@@ -265,7 +269,10 @@ PROBS, SEEDS = torch.ones(2, 4) / 4, torch.zeros(2, dtype=torch.int64)
     "call, message",
     [
         (lambda: top_k_renorm(PROBS, SEEDS), r"top_k_renorm.*'top_k'.*expected torch.int32, got torch.int64"),
-        (lambda: top_k_renorm(PROBS.to(torch.bfloat16), i32(1, 1)), r"top_k_renorm.*'probs'.*float32.*got torch.bfloat16"),
+        (
+            lambda: top_k_renorm(PROBS.to(torch.bfloat16), i32(1, 1)),
+            r"top_k_renorm.*'probs'.*float32.*got torch.bfloat16",
+        ),
         (lambda: top_k_renorm(PROBS, i32(1)), r"top_k_renorm.*'top_k'.*B = 2.*got shape \(1,\)"),
         (lambda: top_p_renorm(PROBS, i32(1, 1)), r"top_p_renorm.*'top_p'.*float32.*got torch.int32"),
         (lambda: min_p_renorm(PROBS[0], f32(0.5)), r"min_p_renorm.*'probs'.*rank 2.*got shape \(4,\)"),

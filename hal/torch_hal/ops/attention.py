@@ -125,6 +125,7 @@ def _mla_terms(
     fake=lambda q_nope, *_, **__: _results(q_nope, q_nope.shape[-1]),
     reduces="max(L + R, P * page_size)",
     flops="2 * B * s * H * P * page_size * (2 * L + R)",
+    traffic="(B * P * page_size * (L + R) + B * s * H * (2 * L + R)) * cache.element_size() + 4 * B * (s * H + P + 1)",
     terms=_mla_terms,
     plan=plan_mla_decode,
     contracts=Contracts(

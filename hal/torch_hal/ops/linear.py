@@ -92,7 +92,8 @@ def _absolute_terms(
     layout: str = PLAIN,
 ) -> Tensor:
     x, weight = wide(x).abs(), wide(weight).abs()
-    return fp8_block_linear.reference(x, x_scale, weight, weight_scale.abs(), x.dtype, x_scale_layout)
+    weight_scale = wide(weight_scale).abs()
+    return fp8_block_linear.reference(x, x_scale, weight, weight_scale, weight_scale.dtype, x_scale_layout)
 
 
 @op(
@@ -151,6 +152,7 @@ def fp8_block_linear(
     total = x_scales.new_zeros(x.shape[0], weight.shape[0])
     for b in range(columns):
         block = slice(b * BLOCK, (b + 1) * BLOCK)
-        partial = wide(x[:, block]) @ wide(weight[:, block]).T
+        # Codes are exact in any wider type: they take the scales', which an oracle makes float64.
+        partial = x[:, block].to(weight_scales.dtype) @ weight[:, block].to(weight_scales.dtype).T
         total = total + partial * x_scales[:, b, None] * weight_scales[:, b]
     return total.to(out_dtype)

@@ -26,6 +26,16 @@ def fused_experts_terms(
     return _through_experts(x, w13, w2.abs(), topk_weights.abs(), topk_ids, lambda hidden: _silu_and_mul(hidden).abs())
 
 
+def fused_experts_intermediate(
+    x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, layout: str = PLAIN
+) -> Tensor:
+    """2-norm of the products that the rounded activations enter: how their rounding errors add up."""
+    squares = _through_experts(
+        x, w13, w2.square(), topk_weights.square(), topk_ids, lambda hidden: _silu_and_mul(hidden).square()
+    )
+    return squares.sqrt()
+
+
 @op(
     shapes={"x": "T D", "w13": "E 2*I D", "w2": "E D I", "topk_weights": "T K", "topk_ids": "T K"},
     dtypes={
@@ -39,7 +49,9 @@ def fused_experts_terms(
     rounds=2,
     reduces="max(D, I)",
     flops="6 * T * K * D * I",
+    traffic="(min(E, T * K) * 3 * I * D + 2 * T * D) * x.element_size() + T * K * (4 + topk_ids.element_size())",
     terms=fused_experts_terms,
+    intermediate=fused_experts_intermediate,
     prepare=prepare_experts,
     contracts=Contracts(
         C7_sentinels="An id that is -1 or otherwise outside [0, E) contributes exactly 0, whatever its weight.",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..check import FLOAT
 from ..contracts import Contracts
 from ..numerics import wide
-from ..op import op
+from ..op import declared, op
 
 RENORM_EPS = 1e-20  # keeps a row whose weights all underflow finite; far below any weight that matters
 
@@ -40,6 +42,7 @@ _SCALED = Contracts(
     where={"1 <= top_k <= E": "top_k lies between 1 and the number of experts"},
     reduces="E",
     flops="5 * logits.numel()",
+    terms=lambda *args, **named: _terms("topk_softmax", *args, **named),
     contracts=_CONTRACTS,
 )
 def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -59,6 +62,7 @@ def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
     where=_GROUPED,
     reduces="E",
     flops="6 * logits.numel()",
+    terms=lambda *args, **named: _terms("grouped_topk", *args, **named),
     contracts=_SCALED,
 )
 def grouped_topk(
@@ -85,6 +89,7 @@ def grouped_topk(
     where={**_GROUPED, "E // num_groups >= 2": "a group has the two experts that its score sums"},
     reduces="top_k",
     flops="6 * logits.numel()",
+    terms=lambda *args, **named: _terms("biased_grouped_topk", *args, **named),
     contracts=_SCALED,
 )
 def biased_grouped_topk(
@@ -104,6 +109,13 @@ def biased_grouped_topk(
     kept = _keep_groups(groups.topk(2, dim=-1).values.sum(-1), topk_groups)
     eligible = torch.where(kept.unsqueeze(-1), groups, -torch.inf).flatten(-2)
     return _weigh(scores, _highest(eligible, top_k), renormalize, scale)
+
+
+def _terms(name: str, logits: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """A weight's terms: itself, and the error of its exponent, which grows with the logits' spread. Ids are exact."""
+    weights, _ = declared()[name].reference(logits, *args, **named)
+    spread = wide(logits).amax(-1, keepdim=True) - wide(logits).amin(-1, keepdim=True)
+    return weights.abs() * (1 + spread), torch.zeros_like(weights)
 
 
 def _grouped(scores: Tensor, num_groups: int) -> Tensor:

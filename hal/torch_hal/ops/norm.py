@@ -66,9 +66,9 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     where={"x.shape == residual.shape": "x and residual have one shape"},
     mutates=("x", "residual"),
     twin_of="fused_add_rms_norm",
+    terms=_add_terms,
     reduces="D",
     flops="5 * x.numel()",
-    terms=_add_terms,
     contracts=Contracts(
         C4_mutation="Writes x and residual, which must not overlap; returns nothing.",
         C9_rounding=_TWO_ROUNDINGS,

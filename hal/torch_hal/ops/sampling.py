@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..contracts import Contracts
 from ..numerics import wide
-from ..op import op
+from ..op import declared, op
 
 _PROBS = (torch.float32, torch.float64)
 _FILTER = Contracts(
@@ -27,6 +27,7 @@ _FILTER = Contracts(
     where={"V >= 1": "the vocabulary is not empty"},
     reduces="V",
     flops="2 * probs.numel()",
+    terms=lambda probs, top_k: declared()["top_k_renorm"].reference(probs, top_k),
     contracts=_FILTER,
 )
 def top_k_renorm(probs: Tensor, top_k: Tensor) -> Tensor:
@@ -48,6 +49,7 @@ def top_k_renorm(probs: Tensor, top_k: Tensor) -> Tensor:
     where={"V >= 1": "the vocabulary is not empty"},
     reduces="V",
     flops="3 * probs.numel()",
+    terms=lambda probs, top_p: declared()["top_p_renorm"].reference(probs, top_p),
     contracts=Contracts(
         C7_sentinels=_FILTER.C7_sentinels,
         C9_rounding="Cumulated in float64; kept probabilities are divided once, in float32, by their float32 sum.",
@@ -74,6 +76,7 @@ def top_p_renorm(probs: Tensor, top_p: Tensor) -> Tensor:
     where={"V >= 1": "the vocabulary is not empty"},
     reduces="V",
     flops="2 * probs.numel()",
+    terms=lambda probs, min_p: declared()["min_p_renorm"].reference(probs, min_p),
     contracts=_FILTER,
 )
 def min_p_renorm(probs: Tensor, min_p: Tensor) -> Tensor:
