@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import enum
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -49,7 +50,7 @@ def op_section(op: Op[..., Any]) -> str:
     arguments = [(f"`{name}`", f"`[{', '.join(dims.split())}]`", dtypes(op, name)) for name, dims in op.shapes.items()]
     parts = [
         f"## {op.name}",
-        fenced("python", f"{op.name}{op.signature}"),
+        fenced("python", header(op.name, op.signature)),
         fenced("text", inspect.cleandoc(op.__doc__ or "")),
         f"Schema: `{op.schema}`, contract version {op.version}." + twin(op),
         table(("argument", "shape", "dtype"), arguments),
@@ -95,11 +96,36 @@ def api_page() -> str:
 
 def api_section(name: str, value: Any) -> str:
     parts = [f"## {name}"]
-    if callable(value) and not isinstance(value, Op):
-        with contextlib.suppress(TypeError, ValueError):  # enumerations have no signature to show
-            parts.append(fenced("python", f"{name}{inspect.signature(value)}"))
-    about = inspect.getdoc(value) if callable(value) or inspect.ismodule(value) else f"`{value!r}`"
-    return "\n\n".join([*parts, fenced("text", about or "")])
+    if inspect.isfunction(value):
+        parts.append(fenced("python", header(name, inspect.signature(value))))
+    parts.append(fenced("text", inspect.getdoc(value) or ""))
+    if isinstance(value, type) and issubclass(value, enum.Enum):
+        parts.append(table(("member", "value"), ((f"`{m.name}`", f"`{m.value!r}`") for m in value)))
+    elif dataclasses.is_dataclass(value):
+        fields = [(f"`{f.name}`", f"`{f.type}`", default(f)) for f in dataclasses.fields(value)]
+        parts.append(table(("field", "type", "default"), fields))
+    return "\n\n".join(parts)
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default!r}`"
+    return (
+        "" if field.default_factory is dataclasses.MISSING else f"`{getattr(field.default_factory, '__name__', '')}()`"
+    )
+
+
+def header(name: str, signature: inspect.Signature) -> str:
+    """A function's name, parameters and result, on one line where it fits."""
+    text = f"{name}{signature}"
+    if len(text) > 100:
+        lines = [str(parameter) for parameter in signature.parameters.values()]
+        keyword_only = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in signature.parameters.values()]
+        if True in keyword_only:
+            lines.insert(keyword_only.index(True), "*")
+        result = inspect.formatannotation(signature.return_annotation)
+        text = "\n".join([f"{name}(", *(f"    {line}," for line in lines), f") -> {result}"])
+    return text.replace("torch.Tensor", "Tensor").replace("'", "")
 
 
 def fenced(language: str, text: str) -> str:

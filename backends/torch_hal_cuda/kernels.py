@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_hal.kernel import Band, Kernel, Library, Requires, Trait
+from torch_hal.op import PLAIN
 
 from .device import VENDOR
 
@@ -53,6 +54,7 @@ KERNELS = (
         dynamic="torch_hal_cuda.limits:mla_decode_dynamic",
         plan="torch_hal_cuda.attention:plan_mla_decode",
         layout="flash_mla",
+        reads=frozenset({PLAIN}),  # without a plan it makes its own
         requires=Requires(VENDOR, ("sm_90",), library=_FLASH_MLA),
         traits=_DETERMINISTIC,
         band=Band.TUNED,

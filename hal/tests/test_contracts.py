@@ -279,7 +279,7 @@ class Opaque:
     @hal.hookimpl
     def torch_hal_kernels(self) -> Iterator[hal.Kernel]:
         for name, op in list(declared().items()):
-            yield hal.Kernel(name, "opaque", run=opaque(op), reads=frozenset({"*" if op.plan else "plain"}))
+            yield hal.Kernel(name, "opaque", run=opaque(op), reads=frozenset({"*"}) if op.plan else None)
 
 
 def opaque(op: Op[..., Any]) -> Any:

@@ -19,6 +19,8 @@ FLOAT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 INDEX = (torch.int32, torch.int64)
 
+PLAIN = "plain"  # the layout of weights as checkpoints hold them, and of a plan that nobody made
+
 FREE = ("T", "M", "B")  # dims that vary from call to call: tokens, rows, sequences; leading ``...`` dims do too
 
 
@@ -35,6 +37,7 @@ class TensorSpec:
     dims: tuple[str, ...]
     dtypes: tuple[torch.dtype | str, ...]
     optional: bool
+    prepared: bool = False  # as declared only in the plain layout; elsewhere the layout's own business
 
     def describe(self) -> str:
         return f"[{', '.join(self.dims)}]"
@@ -55,6 +58,7 @@ class Checker:
     ``condition(var)`` is the source of the fast test for a call frame; ``namespace`` is what it refers to.
     Dims bind in argument order: a plain name takes the size where it first stands and must equal it afterwards;
     anything else (``2*I``, ``ceil_div(N, 128)``, ``3``) is an expression over names and number arguments.
+    What concerns prepared arguments holds in the plain layout.
     """
 
     def __init__(
@@ -74,16 +78,20 @@ class Checker:
         self.namespace: dict[str, Any] = {"ceil_div": ceil_div, **{name: scope[name] for name in used & set(scope)}}
         self._bindings: dict[str, str] = {}  # dim name -> source of its value
         self._clauses: list[str] = []
-        for spec in self.specs:
+        self._prepared = {spec.name for spec in self.specs if spec.prepared}  # and the dims that only they tell
+        for spec in sorted(self.specs, key=lambda spec: spec.prepared):
             self._bind(spec)
         for spec in self.specs:
             self._compile(spec)
-        self._clauses += [f"({self._substitute(expression)})" for expression in self.where]
+        for expression in self.where:
+            self._add(self._substitute(expression), self._concerns_prepared(expression))
 
     def _bind(self, spec: TensorSpec) -> None:
         for i, dim in _positions(spec.dims):
             if dim.isidentifier() and dim not in self._bindings and not spec.optional and dim != "_":
                 self._bindings[dim] = f"{spec.name}.shape[{i}]"
+                if spec.prepared:
+                    self._prepared.add(dim)
 
     def _compile(self, spec: TensorSpec) -> None:
         x = spec.name
@@ -106,7 +114,13 @@ class Checker:
                 continue
             clauses.append(f"{here} == {self._substitute(dim)}")
         body = " and ".join(clauses)
-        self._clauses.append(f"({x} is None or ({body}))" if spec.optional else body)
+        self._add(f"{x} is None or ({body})" if spec.optional else body, spec.prepared)
+
+    def _add(self, clause: str, only_plain: bool) -> None:
+        self._clauses.append(f"(layout != {PLAIN!r} or ({clause}))" if only_plain else f"({clause})")
+
+    def _concerns_prepared(self, expression: str) -> bool:
+        return bool(_names(expression) & self._prepared)
 
     def _substitute(self, expression: str) -> str:
         """The expression with each dim's name replaced by where its size is read."""
@@ -131,12 +145,22 @@ class Checker:
         """An expression of the declaration, evaluated with arguments and dims by name."""
         return eval(expression, self.namespace, dict(scope))
 
+    def _holds(self, expression: str, scope: Mapping[str, Any]) -> bool:
+        try:
+            return bool(self.value(expression, scope))
+        except Exception:  # an argument of another type than the condition expects
+            return False
+
     def dims(self, arguments: Mapping[str, Any]) -> dict[str, int]:
-        """The named dims of a call, by name."""
-        return {name: eval(source, self.namespace, dict(arguments)) for name, source in self._bindings.items()}
+        """The named dims of a call, by name; in another layout than plain, without those that only it could tell."""
+        hidden = set() if arguments.get("layout", PLAIN) == PLAIN else self._prepared
+        told = {name: source for name, source in self._bindings.items() if name not in hidden}
+        return {name: eval(source, self.namespace, dict(arguments)) for name, source in told.items()}
 
     def complain(self, arguments: Mapping[str, Any], device: torch.device | None) -> NoReturn:
         """Raise the ArgumentError that says which argument breaks which rule."""
+        plain = arguments.get("layout", PLAIN) == PLAIN
+        hidden = [] if plain else [spec for spec in self.specs if spec.prepared]
         for spec in self.specs:
             x = arguments[spec.name]
             if x is None and spec.optional:
@@ -150,6 +174,8 @@ class Checker:
                     f"one on {x.device}",
                     f"move it, .to('{device}'), or bind another op set",
                 )
+            if spec in hidden:
+                continue
             rank = len(spec.dims) - ("..." in spec.dims)
             if x.dim() < rank or (x.dim() != rank and "..." not in spec.dims):
                 self._fail(
@@ -169,7 +195,7 @@ class Checker:
         bound = self.dims(arguments)
         for spec in self.specs:
             x = arguments[spec.name]
-            if x is None:
+            if x is None or spec in hidden:
                 continue
             for i, dim in _positions(spec.dims):
                 want = None if dim == "_" else self.value(dim, {**arguments, **bound})
@@ -182,7 +208,7 @@ class Checker:
                         "the named dimensions must agree between arguments",
                     )
         for expression, meaning in self.where.items():
-            if not self.value(expression, {**arguments, **bound}):
+            if not self._holds(expression, {**arguments, **bound}):
                 seen = _names(expression) & (set(bound) | set(self.parameters))
                 got = ", ".join(f"{n}={_show({**arguments, **bound}[n])}" for n in sorted(seen))
                 self._fail(
@@ -198,15 +224,17 @@ class Checker:
 
     def function(self) -> Callable[..., None]:
         """A stand-alone check with the op's parameters, for callers outside a frame."""
-        arguments = ", ".join(self.parameters)
-        pairs = ", ".join(f"{p!r}: {p}" for p in self.parameters)
-        source = f"lambda {arguments}: None if ({self._safe()}) else _complain({{{pairs}}}, None)"
-        return eval(source, {**self.namespace, "_complain": self.complain})  # type: ignore[no-any-return]
+        fast = eval(f"lambda {', '.join(self.parameters)}: {self.condition(None)}", self.namespace)
 
-    def _safe(self) -> str:
-        tensors = [f"isinstance({s.name}, _Tensor)" for s in self.specs if not s.optional]
-        self.namespace["_Tensor"] = torch.Tensor
-        return " and ".join([*tensors, self.condition(None)])
+        def check(*values: Any) -> None:
+            try:
+                fine = fast(*values)
+            except Exception:  # an argument of another type than the test expects
+                fine = False
+            if not fine:
+                self.complain(dict(zip(self.parameters, values, strict=True)), None)
+
+        return check
 
 
 def _positions(dims: Sequence[str]) -> list[tuple[int, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .device import DeviceInfo
+from .kernel import load
 from .loading import Loaded
 from .op import Op, declared
 
@@ -81,8 +82,12 @@ def _define(loaded: Loaded, op: Op[..., Any]) -> str:
     while name in taken:
         name, n = f"{base}_{n}", n + 1
     _lib().define(name + op.schema)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake or op.reference, lib=_lib())
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(loaded, op), lib=_lib())
     return name
+
+
+def _fake(loaded: Loaded, op: Op[..., Any]) -> Callable[..., Any]:
+    return load(loaded.kernel.fake) if loaded.kernel.fake is not None else op.fake or op.reference
 
 
 def _substitute(run: Callable[..., Any], name: str) -> None:

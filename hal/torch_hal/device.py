@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -44,6 +46,10 @@ class DeviceInfo:
 
     def __str__(self) -> str:
         return str(self.torch_device)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for worker processes: a mapping proxy cannot be pickled
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return functools.partial(DeviceInfo, **{**values, "versions": dict(self.versions)}), ()
 
 
 def arch_matches(arch: str | None, pattern: str) -> bool:

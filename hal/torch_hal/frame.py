@@ -5,17 +5,16 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import ArgumentError, FallbackWarning, Unsupported
+from .errors import ArgumentError, Unsupported
+from .fallback import Fallback
 from .kernel import ANY_LAYOUT
 from .loading import Loaded
-from .native import NATIVE
 from .op import Op
 
 if TYPE_CHECKING:
@@ -42,10 +41,10 @@ class Trace:
 
 
 def build_frame(
-    op: Op[..., Any], chain: Sequence[Loaded], device: torch.device, policy: Policy, trace: Trace | None
+    op: Op[..., Any], chain: Sequence[Loaded], policy: Policy, trace: Trace | None, fallback: Fallback
 ) -> Callable[..., Any]:
     """A function with the op's signature that calls the first kernel of ``chain`` which does not refuse."""
-    scope = _Scope(op, chain, device, policy, trace)
+    scope = _Scope(op, chain, policy, trace, fallback)
     source = "\n".join([f"def {op.name}({', '.join(_parameters(op, scope.names))}):", *scope.body()]) + "\n"
     filename = f"<torch_hal frame {next(_numbers)}: {op.name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -72,14 +71,14 @@ class _Scope:
     """The pieces of one frame: its source lines, and the names that they refer to."""
 
     def __init__(
-        self, op: Op[..., Any], chain: Sequence[Loaded], device: torch.device, policy: Policy, trace: Trace | None
+        self, op: Op[..., Any], chain: Sequence[Loaded], policy: Policy, trace: Trace | None, fallback: Fallback
     ) -> None:
-        self.op, self.chain, self.device, self.policy, self.trace = op, chain, device, policy, trace
+        self.op, self.chain, self.policy, self.trace, self.fallback = op, chain, policy, trace, fallback
+        self.device = fallback.device
         self.arguments = list(op.signature.parameters)
         self.call = f"({', '.join(self.arguments)})"
         # No `__name__` here: Dynamo would look these names up in the module so called, and mix frames up.
         self.names: dict[str, Any] = {}
-        self.warned = False
 
     def body(self) -> list[str]:
         lines = self._validation() if self.policy.validation else []
@@ -99,7 +98,7 @@ class _Scope:
         return [
             "    try:",
             f"        _fine = {self.op.checker.condition('_device')}",
-            "    except (AttributeError, TypeError, IndexError):",
+            "    except Exception:",
             "        _fine = False",
             "    if not _fine:",
             f"        _complain({self._pack()})",
@@ -108,8 +107,8 @@ class _Scope:
     def _attempt(self, i: int, loaded: Loaded) -> list[str]:
         self.names |= {f"_run{i}": loaded.run, "_note": self._note}
         tests = []
-        if "layout" in self.arguments and ANY_LAYOUT not in loaded.kernel.reads:
-            self.names[f"_reads{i}"] = frozenset({loaded.kernel.layout, *loaded.kernel.reads})
+        if "layout" in self.arguments and ANY_LAYOUT not in loaded.kernel.layouts:
+            self.names[f"_reads{i}"] = loaded.kernel.layouts
             tests.append((f"None if layout in _reads{i} else f\"does not read layout '{{layout}}'\"", "layout"))
         for kind in ("static", "dynamic"):
             if (refuse := getattr(loaded, kind)) is not None:
@@ -153,7 +152,8 @@ class _Scope:
 
     def _can_run_out(self) -> bool:
         last = self.chain[-1]
-        return bool(last.static or last.dynamic) or ("layout" in self.arguments and ANY_LAYOUT not in last.kernel.reads)
+        reads_all = "layout" not in self.arguments or ANY_LAYOUT in last.kernel.layouts
+        return last.static is not None or last.dynamic is not None or not reads_all
 
     def _pack(self) -> str:
         return f"({', '.join(self.arguments)},)"
@@ -164,27 +164,12 @@ class _Scope:
         self.op.checker.complain(dict(zip(self.arguments, values, strict=True)), self.device)
 
     def _failed(self, error: Exception, i: int) -> str:
-        """A refusal that raises counts as one, unless the user asked for this very kernel."""
-        from .policy import names
-
-        kernel = self.chain[i].kernel
-        if any(names(pattern, kernel) for pattern in self.policy.matching(self.policy.require, self.op.name)):
-            raise error
-        return f"its refusal raised {type(error).__name__}: {error}"
+        return self.fallback.failed(error, self.chain[i].kernel)
 
     def _fell(self, i: int, whys: tuple[tuple[int, str], ...]) -> None:
-        """Warn once when a call reaches the reference, or gets past a refusal that failed."""
-        kernel = self.chain[i].kernel
-        broken = any("its refusal raised" in why for _, why in whys)
-        if self.warned or torch.compiler.is_compiling() or not (kernel.plugin == NATIVE or broken):
-            return
-        why = "; ".join(f"{self.chain[j].kernel.id}: {text}" for j, text in whys)
-        path = f"from {self.chain[0].kernel.id} to {kernel.id}"
-        message = f"{self.op.name} on {self.device} falls back {path} for a call: {why}"
-        if self.policy.fallback == "error":
-            raise Unsupported(f"{message} (policy.fallback is 'error')")
-        self.warned = True
-        warnings.warn(message, FallbackWarning, stacklevel=3)
+        if not self.fallback.warned:
+            refused = [(self.chain[j].kernel, why) for j, why in whys]
+            self.fallback.report(self.chain[i].kernel, refused, "a call", stacklevel=3)
 
     def _exhausted(self, whys: tuple[tuple[int, str], ...], values: tuple[Any, ...]) -> None:
         reasons = "; ".join(f"{self.chain[j].kernel.id}: {text}" for j, text in whys)

@@ -51,6 +51,9 @@ class Library:
     distribution: str | None = None  # where it differs from the importable name
     probe: Target | None = None
 
+    def __post_init__(self) -> None:
+        _clauses(self.version)
+
     def missing(self) -> str | None:
         """Why the library is not installed in the wanted version; None if it is. Imports nothing."""
         try:  # the top package alone: to look inside it would import it
@@ -63,7 +66,9 @@ class Library:
             return None
         try:
             have = importlib.metadata.version(self.distribution or self.name)
-        except importlib.metadata.PackageNotFoundError:
+        except (importlib.metadata.PackageNotFoundError, KeyError):
+            have = None
+        if have is None:  # as metadata without a version has it
             return f"library {self.name}: its version is unknown, wants {self.version}"
         return None if _version_ok(have, self.version) else f"library {self.name} is {have}, wants {self.version}"
 
@@ -105,7 +110,8 @@ class Kernel:
     run, static, dynamic: the op's own signature. ``static`` and ``dynamic`` return None or a reason to refuse:
     static sees dtypes, fixed dims, formats and layouts (tensors may be on ``meta``); dynamic sees the call.
     prepare, plan: the signature of the op's own ``prepare`` or ``plan``; what they return is in ``layout``.
-    reads: layouts that ``run`` accepts, beside ``layout``.
+    reads: layouts that ``run`` accepts beside ``layout``; unless given, plain for a kernel without a layout of its own.
+    fake: shapes and dtypes of ``run``'s results, where its own layout keeps the op's fake from telling them.
     """
 
     op: str
@@ -117,7 +123,8 @@ class Kernel:
     prepare: Target | None = None
     plan: Target | None = None
     layout: str = PLAIN
-    reads: frozenset[str] = frozenset({PLAIN})
+    reads: frozenset[str] | None = None
+    fake: Target | None = None
     formats: tuple[tuple[str, str], ...] = ()  # argument -> value it wants, e.g. ("x_scale_layout", "mn_f32_tma")
     traits: frozenset[Trait] = frozenset()
     band: Band = Band.LIBRARY
@@ -131,8 +138,13 @@ class Kernel:
         """``plugin.name``, or the name alone where they are one."""
         return self.name if self.plugin in ("", self.name) else f"{self.plugin}.{self.name}"
 
+    @property
+    def layouts(self) -> frozenset[str]:
+        """Every layout that ``run`` reads; `ANY_LAYOUT` among them means all."""
+        return frozenset({self.layout}) | (self.reads or frozenset())
+
     def accepts_layout(self, layout: str) -> bool:
-        return layout == self.layout or layout in self.reads or ANY_LAYOUT in self.reads
+        return layout in self.layouts or ANY_LAYOUT in self.layouts
 
 
 def load(target: Target) -> Callable[..., Any]:
@@ -149,7 +161,7 @@ def load(target: Target) -> Callable[..., Any]:
 
 
 def _version_ok(have: str, wanted: str) -> bool:
-    """Numeric comparison of release numbers, for each comma-separated clause of ``wanted``; ``==1.4`` holds for 1.4.2."""
+    """Compare release numbers with each comma-separated clause of ``wanted``; ``==1.4`` holds for 1.4.2."""
     tests: dict[str, Callable[[list[int], list[int], int], bool]] = {
         ">=": lambda a, b, n: a >= b,
         "<=": lambda a, b, n: a <= b,
@@ -158,16 +170,21 @@ def _version_ok(have: str, wanted: str) -> bool:
         ">": lambda a, b, n: a > b,
         "<": lambda a, b, n: a < b,
     }
-    for clause in wanted.split(","):
-        match = re.fullmatch(r"\s*(>=|<=|==|!=|>|<)\s*([\d.]+)\s*", clause)
-        if match is None:
-            raise ValueError(f"version requirement {wanted!r}: expected e.g. '>=1.2,<2'")
-        a, b = _release(have), _release(match[2])
+    for sign, version in _clauses(wanted):
+        a, b = _release(have), _release(version)
         named, length = len(b), max(len(a), len(b))
         a, b = (x + [0] * (length - len(x)) for x in (a, b))  # 1.4 is 1.4.0
-        if not tests[match[1]](a, b, named):
+        if not tests[sign](a, b, named):
             return False
     return True
+
+
+def _clauses(wanted: str) -> list[tuple[str, str]]:
+    """``">=1.2,<2"`` -> [(">=", "1.2"), ("<", "2")]."""
+    matches = [re.fullmatch(r"\s*(>=|<=|==|!=|>|<)\s*(\d[\d.]*)\s*", part) for part in wanted.split(",") if wanted]
+    if None in matches:
+        raise ValueError(f"version requirement {wanted!r}: expected e.g. '>=1.2,<2'")
+    return [(match[1], match[2]) for match in matches if match]
 
 
 def _release(version: str) -> list[int]:

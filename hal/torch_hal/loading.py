@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import PluginError
-from .kernel import ANY_LAYOUT, Kernel, load
+from .kernel import Kernel, load
 from .op import PLAIN, Op, declared
 from .twins import load_run
 
@@ -28,8 +28,7 @@ class Loaded:
     @property
     def always(self) -> bool:
         """Whether every call in plain layout is accepted, so that nothing behind this kernel can be needed."""
-        reads_plain = PLAIN in self.kernel.reads or ANY_LAYOUT in self.kernel.reads
-        return self.static is None and self.dynamic is None and reads_plain
+        return self.static is None and self.dynamic is None and self.kernel.accepts_layout(PLAIN)
 
 
 def load_kernel(kernel: Kernel, op: Op[..., Any]) -> Loaded:
@@ -61,6 +60,8 @@ def _lacking(
     want = list(inspect.signature(model).parameters.values())
     absent = want[len(have) :]
     same_names = [p.name for p in have] == [p.name for p in want[: len(have)]]
+    if not all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in have):
+        raise PluginError(f"{kernel.id}: {part} of {kernel.op} must take its arguments by position and by name")
     if not same_names or any(p.default is inspect.Parameter.empty for p in absent):
         expected, got = (", ".join(p.name for p in parameters) for parameters in (want, have))
         raise PluginError(f"{kernel.id}: {part} of {kernel.op} takes ({got}), the op takes ({expected})")

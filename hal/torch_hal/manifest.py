@@ -50,9 +50,9 @@ class Manifest:
         return manifest
 
     def pin(self, policy: Policy | None = None) -> Policy:
-        """A policy that requires exactly these choices, to replay them; other fields as in ``policy``."""
+        """A policy that requires exactly these choices, in their order; other fields as in ``policy``."""
         from .policy import Policy
 
         require = {op: tuple(f"{k['plugin']}.{k['kernel']}" for k in entry["chain"]) for op, entry in self.ops.items()}
         base = {name: getattr(policy, name) for name in policy.model_fields_set} if policy else {}
-        return Policy(**{**base, "require": require})
+        return Policy(**{**base, "prefer": {}, "require": require})

@@ -7,7 +7,7 @@ import platform
 
 from .device import DeviceInfo
 from .kernel import ANY_LAYOUT, Band, Kernel, Trait
-from .op import PLAIN, Op, declared
+from .op import Op, declared
 
 NATIVE = "native"
 _TRAITS = frozenset({Trait.TRACEABLE, Trait.GRAPH_SAFE, Trait.DETERMINISTIC})
@@ -15,7 +15,7 @@ _TRAITS = frozenset({Trait.TRACEABLE, Trait.GRAPH_SAFE, Trait.DETERMINISTIC})
 
 def native_kernel(op: Op[..., object]) -> Kernel:
     """The reference of ``op`` as a kernel. It needs no plan, so it accepts any; weights it reads as they are."""
-    reads = frozenset({ANY_LAYOUT if op.plan else PLAIN})
+    reads = frozenset({ANY_LAYOUT}) if op.plan else None
     return Kernel(
         op.name,
         NATIVE,

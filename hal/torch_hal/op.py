@@ -10,6 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
+from .check import PLAIN as PLAIN
 from .check import Checker, TensorSpec, ceil_div
 from .contracts import Contracts
 from .errors import HalError
@@ -17,7 +18,6 @@ from .errors import HalError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PLAIN = "plain"  # the layout of weights as checkpoints hold them, and of a plan that nobody made
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +68,15 @@ class Op(Generic[P, R]):
 
     @functools.cached_property
     def checker(self) -> Checker:
+        prepared = inspect.signature(self.prepare).parameters if self.prepare else {}
         specs = [
-            TensorSpec(name, tuple(dims.split()), _as_tuple(self.dtypes.get(name, ())), self._optional(name))
+            TensorSpec(
+                name,
+                tuple(dims.split()),
+                _as_tuple(self.dtypes.get(name, ())),
+                optional=self.signature.parameters[name].default is None,
+                prepared=name in prepared,
+            )
             for name, dims in self.shapes.items()
         ]
         scope = cast(Mapping[str, Any], getattr(self.reference, "__globals__", {}))
@@ -111,9 +118,6 @@ class Op(Generic[P, R]):
 
     def _number(self, expression: str, scope: Mapping[str, Any]) -> int:
         return int(self.checker.value(expression, {"ceil_div": ceil_div, **scope}))
-
-    def _optional(self, name: str) -> bool:
-        return self.signature.parameters[name].default is None
 
 
 _OPS: dict[str, Op[..., Any]] = {}

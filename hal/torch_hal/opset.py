@@ -18,6 +18,7 @@ from . import detect, native, plugins
 from .compile import with_torch_op
 from .device import DeviceInfo
 from .errors import FallbackWarning, PolicyError, Unsupported
+from .fallback import Fallback
 from .frame import Trace, build_frame
 from .kernel import Kernel, Trait, by_name
 from .loading import Loaded
@@ -195,11 +196,11 @@ def _report_fallback(name: str, explanation: Explanation, policy: Policy) -> Non
 
 def _bound_op(op: Op[..., Any], explanation: Explanation, ops: OpSet) -> Any:
     chain = [_compilable(loaded, op, ops.device) for loaded in explanation.chain]
-    device = ops.torch_device
-    bound: Any = build_frame(op, chain, device, ops.policy, ops.trace)
+    fallback = Fallback(op, ops.torch_device, ops.policy)
+    bound: Any = build_frame(op, chain, ops.policy, ops.trace, fallback)
     bound.op, bound.explanation, bound.kernel = op, explanation, chain[0].kernel
     bound.formats = dict(chain[0].kernel.formats)
-    bound.specialize = functools.partial(specialize, op, chain, ops.torch_device, ops.policy, ops.trace)
+    bound.specialize = functools.partial(specialize, op, chain, ops.policy, ops.trace, fallback)
     if op.prepare is not None:
         bound.prepare = _companion(
             chain[0].prepare or op.prepare, chain[0].kernel.layout if chain[0].prepare else PLAIN

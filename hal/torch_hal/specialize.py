@@ -10,7 +10,9 @@ import torch
 
 from .check import FREE
 from .errors import PluginError, Unsupported
+from .fallback import Fallback
 from .frame import Trace, build_frame
+from .kernel import Kernel
 from .loading import Loaded
 from .op import PLAIN, Op
 
@@ -21,9 +23,9 @@ if TYPE_CHECKING:
 def specialize(
     op: Op[..., Any],
     chain: Sequence[Loaded],
-    device: torch.device,
     policy: Policy,
     trace: Trace | None,
+    fallback: Fallback,
     *args: Any,
     **kwargs: Any,
 ) -> Callable[..., Any]:
@@ -35,33 +37,39 @@ def specialize(
     op.check(*args, **kwargs)
     arguments = op.bind(*args, **kwargs)
     left: list[Loaded] = []
-    reasons = []
+    refused: list[tuple[Kernel, str]] = []
     for loaded in chain:
-        reason = _refusal(op, loaded, arguments)
+        reason = _refusal(op, loaded, arguments, fallback)
         if reason is not None:
-            reasons.append(f"{loaded.kernel.id}: {reason}")
+            refused.append((loaded.kernel, reason))
             continue
+        if not left:
+            fallback.report(loaded.kernel, refused, "a layer", stacklevel=2)
         left.append(replace(loaded, static=None))
         if loaded.dynamic is None:
             break
     if not left:
-        raise Unsupported(f"{op.name} on {device}: no bound kernel takes such arguments. {'; '.join(reasons)}")
+        reasons = "; ".join(f"{kernel.id}: {why}" for kernel, why in refused)
+        raise Unsupported(f"{op.name} on {fallback.device}: no bound kernel takes such arguments. {reasons}")
     if len(left) == 1 and left[0].dynamic is None and not policy.validation and trace is None:
         return left[0].run
-    return build_frame(op, left, device, policy, trace)
+    return build_frame(op, left, policy, trace, fallback)
 
 
-def _refusal(op: Op[..., Any], loaded: Loaded, arguments: dict[str, Any]) -> str | None:
+def _refusal(op: Op[..., Any], loaded: Loaded, arguments: dict[str, Any], fallback: Fallback) -> str | None:
     """Why the kernel cannot take such calls. Its static refusal must say the same for any number of tokens."""
     layout = arguments.get("layout", PLAIN)
     if not loaded.kernel.accepts_layout(layout):
         return f"does not read layout '{layout}'"
     if loaded.static is None:
         return None
-    answers = [
-        loaded.static(*values.values())
-        for values in (arguments, _resized(op, arguments, 1), _resized(op, arguments, 4096))
-    ]
+    try:
+        answers = [
+            loaded.static(*values.values())
+            for values in (arguments, _resized(op, arguments, 1), _resized(op, arguments, 4096))
+        ]
+    except Exception as error:
+        return fallback.failed(error, loaded.kernel)
     if len({answer is None for answer in answers}) > 1:
         reason = next(answer for answer in answers if answer is not None)
         raise PluginError(
@@ -77,7 +85,8 @@ def _resized(op: Op[..., Any], arguments: dict[str, Any], size: int) -> dict[str
     resized = dict(arguments)
     for spec in op.checker.specs:
         x = arguments[spec.name]
-        if x is not None:
+        if x is not None and not (spec.prepared and arguments.get("layout", PLAIN) != PLAIN):
             shape = spec.resize(list(x.shape), lambda dim: op.checker.value(dim, {**arguments, **dims}), size)
-            resized[spec.name] = torch.empty(shape, dtype=x.dtype, device="meta")
+            if shape != list(x.shape):  # what is fixed keeps its strides
+                resized[spec.name] = torch.empty(shape, dtype=x.dtype, device="meta")
     return resized

@@ -73,7 +73,7 @@ def test_rotary_frequencies() -> None:
 
 
 def test_yarn_multiplies_cosines_by_the_ratio_of_the_mscales() -> None:
-    """transformers ignores mscale where mscale_all_dim is absent; DeepSeek's own code does not. All releases set both."""
+    """transformers ignores mscale where mscale_all_dim is absent; DeepSeek's code does not. Releases set both."""
     base = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
     for given, multiplier in [
         ({}, 1.3688879454113936),
@@ -167,8 +167,11 @@ def test_a_missing_yarn_field_is_named(field: str) -> None:
         deepseek.parse_config({**V3, "rope_scaling": rope})
 
 
-REFUSED = {
-    "fp8": ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "quantization_config.*fp8"),
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fp8": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "quantization_config.*fp8",
+    ),
     "V3.2": ({"model_type": "deepseek_v32"}, "model_type: 'deepseek_v32'.*sparse"),
     "DSA fields": ({"index_topk": 2048, "index_n_heads": 64}, "index_topk, index_n_heads: sparse"),
     "another family": ({"model_type": "llama"}, "model_type: 'llama'"),

@@ -128,7 +128,7 @@ def test_positions_run_out(model: deepseek.DeepSeek) -> None:
         model.decode(torch.tensor([[1]]), [sequence], cache)
 
 
-def test_yarn_stretches_positions(v3_path: Path) -> None:
+def test_yarn_stretches_positions() -> None:
     assert deepseek.parse_config(small("V3", max_position_embeddings=20)).max_positions == 64
     assert deepseek.parse_config(small("V3", max_position_embeddings=20, rope_scaling=None)).max_positions == 20
 
@@ -152,7 +152,7 @@ def test_a_released_sequences_pages_serve_another(model: deepseek.DeepSeek) -> N
         model.prefill([token_ids(9)], [second], cache)
     cache.release(first)
     got = model.prefill([token_ids(9)], [second], cache)
-    assert torch.equal(got[0], model.logits(token_ids(9))[-1])
+    assert relative_error(got[0], model.logits(token_ids(9))[-1]) < 1e-5
 
 
 def test_float64_tells_the_paths_apart_by_rounding_only(v3_path: Path) -> None:
@@ -205,7 +205,12 @@ def test_prefill_expands_and_decode_absorbs(traced: deepseek.DeepSeek) -> None:
 def test_decode_plans_once_a_step(model: deepseek.DeepSeek, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     original = model.ops.mla_decode.plan
-    monkeypatch.setattr(model.ops.mla_decode, "plan", lambda *args: calls.append(args) or original(*args))
+
+    def record(*args: Any) -> hal.Prepared:
+        calls.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(model.ops.mla_decode, "plan", record)
     cache, sequences = model.new_cache(20, 2), [deepseek.Sequence(), deepseek.Sequence()]
     model.prefill([token_ids(7), token_ids(3)], sequences, cache)
     model.decode(torch.tensor([[1], [2]]), sequences, cache)

@@ -178,7 +178,9 @@ def test_greedy_generation_is_transformers(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", ["V2", "V3"])
-@pytest.mark.parametrize("options", [{"save_original_format": False}, {"max_shard_size": "100KB"}], ids=["packed", "sharded"])
+@pytest.mark.parametrize(
+    "options", [{"save_original_format": False}, {"max_shard_size": "100KB"}], ids=["packed", "sharded"]
+)
 def test_every_form_that_transformers_saves(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     theirs = transformers_model(CASES[name])
     theirs.save_pretrained(tmp_path, **options)
@@ -199,7 +201,9 @@ def route(config: deepseek.Config, x_TD: Tensor, weight_ED: Tensor, bias_E: Tens
     for logits in (x_TD.double() @ weight_ED.double().T).tolist():
         z = torch.tensor(logits, dtype=torch.float64)
         scores = (z.sigmoid() if c.scoring_func == "sigmoid" else z.softmax(0)).tolist()
-        choice = [s + b for s, b in zip(scores, bias_E.tolist(), strict=True)] if c.topk_method == "noaux_tc" else scores
+        choice = (
+            [s + b for s, b in zip(scores, bias_E.tolist(), strict=True)] if c.topk_method == "noaux_tc" else scores
+        )
         size = c.n_routed_experts // c.n_group
         groups = [choice[g * size : (g + 1) * size] for g in range(c.n_group)]
         ranks = [sum(sorted(g)[-2:]) if c.topk_method == "noaux_tc" else max(g) for g in groups]

@@ -175,7 +175,12 @@ class DeepSeek:
 
     def _ids(self, tokens: Tokens) -> Tensor:
         """Token ids on the host, checked: [T] int64."""
-        ids = torch.as_tensor(tokens, device="cpu") if len(tokens) else torch.empty(0, dtype=torch.int64)
+        try:
+            ids = tokens.cpu() if isinstance(tokens, Tensor) else torch.tensor(list(tokens))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"token ids: expected integers [T]: {error}") from error
+        if ids.shape == (0,):
+            ids = ids.to(torch.int64)
         if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"token ids: expected integers [T], got {ids.dtype} {list(ids.shape)}")
         low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import torch_hal as hal
-from torch_hal.compile import torch_op_name
 from torch_hal.runtime import Runtime
 
 Outcome = tuple[str, str, str, bool, str]  # op, kernel, check, whether it holds, what was seen
@@ -159,14 +158,10 @@ def _compiled(case: Case, ops: hal.OpSet) -> tuple[bool, str]:
 
 
 def _registered(case: Case, ops: hal.OpSet) -> tuple[bool, str]:
-    chain = ops.explain(case.op).chain
-    name = torch_op_name(chain[0].run)
-    assert name is not None
-    target = getattr(torch.ops.torch_hal, name.partition("::")[2]).default
+    target = getattr(torch.ops.torch_hal, f"{case.op}__{case.kernel}").default
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    args = case.make(ops, 5)
-    outcome = torch.library.opcheck(target, args, test_utils=tests)
-    return set(outcome.values()) == {"SUCCESS"}, name
+    outcome = torch.library.opcheck(target, case.make(ops, 5), test_utils=tests)
+    return set(outcome.values()) == {"SUCCESS"}, f"opcheck of {target.name()}"
 
 
 def _captured(case: Case, ops: hal.OpSet) -> tuple[bool, str]:

@@ -103,7 +103,11 @@ def run() -> int:
     """The whole command: commands of other distributions added, our own errors as one line and exit code 2."""
     for entry in importlib.metadata.entry_points(group="torch_hal.commands"):
         if entry.name not in {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}:
-            app.command(entry.name)(entry.load())
+            try:
+                app.command(entry.name)(entry.load())
+            except (Exception, SystemExit) as error:
+                reason = f"{type(error).__name__}: {error}"
+                typer.echo(f"torch-hal: command '{entry.name}' ({entry.value}) is left out: {reason}", err=True)
     try:
         app(prog_name="torch-hal", standalone_mode=True)
     except hal.HalError as error:

@@ -143,6 +143,6 @@ def _load_all(registry: plugins.Registry) -> list[dict[str, str]]:
             continue
         try:
             load_kernel(kernel, op)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failures.append({"op": kernel.op, "kernel": kernel.id, "error": f"{type(error).__name__}: {error}"})
     return failures
