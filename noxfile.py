@@ -82,7 +82,7 @@ def bench(session: nox.Session) -> None:
     name, *arguments = session.posargs or [""]
     if name not in known:
         session.error(f"say which benchmark: nox -s bench -- {{{','.join(known)}}}")
-    run(session, DEV, "python", str(known[name]), *(arguments or ["--json"]))
+    run(session, DEV, "python", str(known[name]), "--json", *arguments)
 
 
 @nox.session

@@ -97,7 +97,7 @@ def api_page() -> str:
 def api_section(name: str, value: Any) -> str:
     parts = [f"## {name}"]
     if inspect.isfunction(value):
-        parts.append(fenced("python", header(name, inspect.signature(value))))
+        parts.append(fenced("python", header(name, inspect.signature(value)).replace("'", "")))  # round annotations
     parts.append(fenced("text", inspect.getdoc(value) or ""))
     if isinstance(value, type) and issubclass(value, enum.Enum):
         parts.append(table(("member", "value"), ((f"`{m.name}`", f"`{m.value!r}`") for m in value)))
@@ -110,9 +110,8 @@ def api_section(name: str, value: Any) -> str:
 def default(field: dataclasses.Field[Any]) -> str:
     if field.default is not dataclasses.MISSING:
         return f"`{field.default!r}`"
-    return (
-        "" if field.default_factory is dataclasses.MISSING else f"`{getattr(field.default_factory, '__name__', '')}()`"
-    )
+    made = field.default_factory
+    return "" if made is dataclasses.MISSING else f"`{getattr(made, '__name__', 'made anew')}()`"
 
 
 def header(name: str, signature: inspect.Signature) -> str:
@@ -125,7 +124,7 @@ def header(name: str, signature: inspect.Signature) -> str:
             lines.insert(keyword_only.index(True), "*")
         result = inspect.formatannotation(signature.return_annotation)
         text = "\n".join([f"{name}(", *(f"    {line}," for line in lines), f") -> {result}"])
-    return text.replace("torch.Tensor", "Tensor").replace("'", "")
+    return text.replace("torch.Tensor", "Tensor")
 
 
 def fenced(language: str, text: str) -> str:

@@ -71,12 +71,19 @@ def flash_mla(device: torch.device) -> str | None:
     return None if right else "sgl_kernel's FlashMLA computes a wrong attention here"
 
 
+_deep_gemm_device: torch.device | None = None
+
+
 @_probe("deep_gemm")
 def deep_gemm(device: torch.device) -> str | None:
+    global _deep_gemm_device
+    if _deep_gemm_device not in (None, device):
+        return f"deep_gemm keeps what it compiles for one device a process, which is {_deep_gemm_device}"
     if (reason := _compiler()) is not None:
         return f"deep_gemm compiles its kernels when they are first called: {reason}"
     from .linear import fp8_block_linear
 
+    _deep_gemm_device = device
     one = functools.partial(torch.ones, device=device)
     x, weight = one(4, 128).to(torch.float8_e4m3fn), one(64, 128).to(torch.float8_e4m3fn)
     out = fp8_block_linear(x, one(4, 1), weight, one(1, 1), torch.bfloat16, "mn_f32_tma")

@@ -76,7 +76,8 @@ def _default(registry: Registry) -> str:
     accelerators = [device for device, _ in _found(registry) if device.type != "cpu"]
     vendors = sorted({device.vendor for device in accelerators})
     if len(vendors) > 1:
-        named = " and ".join(f"{d.vendor} ({d})" for d in {d.vendor: d for d in reversed(accelerators)}.values())
+        first = {device.vendor: device for device in reversed(accelerators)}
+        named = " and ".join(f"{vendor} ({first[vendor]})" for vendor in vendors)
         raise DeviceUnavailable(
             f"devices of several vendors are present: {named}; say which with bind(device=...) or {SETTING}"
         )

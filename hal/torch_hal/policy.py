@@ -48,7 +48,10 @@ class Policy(pydantic.BaseModel):
     def _lists(cls, value: Any) -> Any:
         """Accept ``{"rms_norm": "acme"}`` and the variables' ``rms_norm=acme,native; moe_*=triton``."""
         if isinstance(value, str):
-            value = dict(_rule(part) for part in value.split(";") if part.strip())
+            rules: dict[str, tuple[str, ...]] = {}
+            for glob, kernels in (_rule(part) for part in value.split(";") if part.strip()):
+                rules[glob] = rules.get(glob, ()) + kernels
+            value = rules
         if isinstance(value, Mapping):
             return {k: (v,) if isinstance(v, str) else v for k, v in value.items()}
         return value
@@ -112,6 +115,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _rule(text: str) -> tuple[str, tuple[str, ...]]:
     glob, equals, kernels = text.partition("=")
-    if not equals or not kernels.strip():
+    if not equals or not glob.strip() or not kernels.strip():
         raise ValueError(f"{text.strip()!r}: expected 'op_glob=kernel,kernel; ...'")
     return glob.strip(), tuple(k.strip() for k in kernels.split(",") if k.strip())

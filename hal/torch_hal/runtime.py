@@ -38,7 +38,7 @@ class Runtime:
 
     def synchronize(self) -> None:
         """Wait until the device has done everything that was asked of it."""
-        self._module.synchronize()
+        self._module.synchronize(self.device.torch_device)
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[Callable[[], None]]:
@@ -50,8 +50,8 @@ class Runtime:
         if self.device.type == "cpu":
             yield lambda: None
             return
-        current = self._module.current_stream()
-        side = self._module.Stream()
+        current = self._module.current_stream(self.device.torch_device)
+        side = self._module.Stream(self.device.torch_device)
         side.wait_stream(current)
         with self._module.stream(side):
             yield lambda: current.wait_stream(side)
@@ -70,7 +70,9 @@ class Runtime:
         join()
         self.synchronize()
         graph = getattr(self._module, self.device.graph_class)()
-        with self._module.graph(graph):
+        # A stream of this device: the default one belongs to whichever device was current when it was first used.
+        stream = self._module.Stream(self.device.torch_device)
+        with self._module.device(self.device.torch_device), self._module.graph(graph, stream=stream):
             results = function()
         return Graph(graph.replay, results)
 

@@ -29,7 +29,8 @@ class Cause(enum.StrEnum):
     DEVICE = "device"  # another vendor's: never a candidate here
     ARCH = "arch"  # this vendor's, another arch or lacking feature
     MISSING = "missing"  # its library is not installed
-    POLICY = "policy"
+    POLICY = "policy"  # denied, or another one is required
+    TRAIT = "trait"  # does not declare what the policy asks for
     BROKEN = "broken"  # its library's probe, its import or its signature failed
     LAYOUT = "layout"  # would strand prepared weights
     CALL = "call"  # refused the arguments
@@ -153,7 +154,7 @@ def _settle_device(
         return Verdict(kernel, f"the policy requires {', '.join(required)}", Cause.POLICY)
     for wanted, trait in ((policy.deterministic, Trait.DETERMINISTIC), (policy.graph_safe, Trait.GRAPH_SAFE)):
         if wanted and trait not in kernel.traits:
-            return Verdict(kernel, f"the policy asks for {trait}, which it does not declare", Cause.POLICY)
+            return Verdict(kernel, f"the policy asks for {trait}, which it does not declare", Cause.TRAIT)
     return Verdict(kernel)
 
 

@@ -490,3 +490,16 @@ def test_a_policy_belongs_to_binding(pristine: Path) -> None:
     model = deepseek.load(pristine, ops=ops)
     assert model.ops is ops
     assert torch.equal(model.logits(token_ids(9)), logits(pristine))
+
+
+def test_progress_is_drawn_on_a_terminal_only(
+    pristine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deepseek.load(pristine)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    deepseek.load(pristine)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"Loading {pristine.name}" in err

@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepseek_cases import RELEASED, small
 
+import torch_hal as hal
 import torch_hal_deepseek as deepseek
 from torch_hal.ops.rope import rope_inv_freq
 
@@ -236,3 +237,10 @@ COUNTS = {
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts(name: str) -> None:
     assert deepseek.counts(deepseek.parse_config(RELEASED[name])) == deepseek.Counts(*COUNTS[name])
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_are_what_is_allocated(name: str) -> None:
+    config = deepseek.parse_config(RELEASED[name])
+    model = deepseek.allocate(config, hal.bind("cpu"), device=torch.device("meta"))
+    assert sum(tensor.numel() for _, tensor in model.targets()) == COUNTS[name][0]

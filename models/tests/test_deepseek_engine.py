@@ -219,16 +219,16 @@ def test_decode_plans_once_a_step(model: deepseek.DeepSeek, monkeypatch: pytest.
 
 
 class Relaid:
-    """A plugin whose kernels read weights only in their own layout: rows, or experts, in reverse order."""
+    """A plugin whose kernels read weights only in their own layout: transposed, or with experts in reverse order."""
 
     @staticmethod
     def prepare_linear(weight: Tensor) -> list[Tensor]:
-        return [weight.flip(0)]
+        return [weight.T.contiguous()]
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, layout: str = "plain") -> Tensor:
-        assert layout == "reversed"
-        return torch.nn.functional.linear(x, weight).flip(-1)
+        assert layout == "relaid"
+        return x @ weight
 
     @staticmethod
     def prepare_experts(w13: Tensor, w2: Tensor) -> list[Tensor]:
@@ -238,12 +238,12 @@ class Relaid:
     def experts(
         x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, layout: str = "plain"
     ) -> Tensor:
-        assert layout == "reversed"
+        assert layout == "relaid"
         return hal.ops.fused_experts.reference(x, w13, w2, topk_weights, w13.shape[0] - 1 - topk_ids)
 
     @hal.hookimpl
     def torch_hal_kernels(self) -> Iterator[hal.Kernel]:
-        kept: dict[str, Any] = {"layout": "reversed", "reads": frozenset()}
+        kept: dict[str, Any] = {"layout": "relaid", "reads": frozenset()}
         yield hal.Kernel("linear", "relaid", run=self.linear, prepare=self.prepare_linear, **kept)
         yield hal.Kernel("fused_experts", "relaid", run=self.experts, prepare=self.prepare_experts, **kept)
 
@@ -255,7 +255,7 @@ def test_weights_are_prepared_for_the_kernels_that_read_them(v3_path: Path, mode
     finally:
         hal.unregister("relaid")
     assert relaid.ops.linear.kernel.name == relaid.ops.fused_experts.kernel.name == "relaid"
-    assert torch.equal(relaid.head.weight, model.head.weight.flip(0))
+    assert torch.equal(relaid.head.weight, model.head.weight.T)
     assert relative_error(relaid.logits(token_ids(20)), model.logits(token_ids(20))) < 1e-5
     assert list(relaid.generate(token_ids(5), 5)) == list(model.generate(token_ids(5), 5))
 

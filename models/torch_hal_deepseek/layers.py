@@ -41,13 +41,12 @@ class Linear:
     """``x · weightᵀ``. `prepare` hands the loaded weight to the chosen kernel, which may lay it out anew."""
 
     def __init__(self, build: Build, outputs: int, inputs: int) -> None:
-        self.build = build
+        self.ops, self.x_like = build.ops, build.like(inputs)
         self.weight = build.empty(outputs, inputs)
 
     def prepare(self) -> None:
-        linear = self.build.ops.linear
-        (self.weight,), self.layout = linear.prepare(self.weight)
-        self.run = linear.specialize(self.build.like(self.weight.shape[-1]), self.weight, self.layout)
+        (self.weight,), self.layout = self.ops.linear.prepare(self.weight)
+        self.run = self.ops.linear.specialize(self.x_like, self.weight, self.layout)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.run(x, self.weight, self.layout)  # type: ignore[no-any-return]

@@ -12,11 +12,12 @@ import datetime
 import json
 import os
 import sys
+import warnings
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from gpu_cases import CASES, REDUCE
+from gpu_cases import CASES, LINEAR, REDUCE
 from gpu_checks import Outcome, check, process_group
 
 import torch_hal as hal
@@ -52,12 +53,22 @@ def run(ranks: int) -> list[Outcome]:
     with process_group("nccl"):
         outcomes = [outcome for case in CASES for outcome in check(case, torch.device("cuda:0"))]
     if (last := torch.cuda.device_count() - 1) > 0:
-        for case in (case for case in CASES if case is not REDUCE):
-            found = check(case, torch.device("cuda", last))
-            outcomes += [(op, kernel, f"gpu {last}: {name}", *rest) for op, kernel, name, *rest in found]
+        outcomes += _on_another(torch.device("cuda", last))
     if ranks > 1:
         outcomes.append((REDUCE.op, REDUCE.kernel, f"{ranks} ranks", *_on_ranks(ranks)))
     return outcomes
+
+
+def _on_another(device: torch.device) -> list[Outcome]:
+    """The kernels on a GPU while another is current; DeepGEMM, which serves one a process, must say so."""
+    outcomes = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hal.FallbackWarning)
+        for case in (case for case in CASES if case not in (REDUCE, LINEAR)):
+            outcomes += [(op, kernel, f"{device}: {name}", *rest) for op, kernel, name, *rest in check(case, device)]
+        refused = {v.kernel.name: v.refused or "" for v in hal.explain(LINEAR.op, device).verdicts}
+    reason = refused[LINEAR.kernel]
+    return [*outcomes, (LINEAR.op, LINEAR.kernel, f"{device}: refused", "one device a process" in reason, reason)]
 
 
 def _on_ranks(ranks: int) -> tuple[bool, str]:

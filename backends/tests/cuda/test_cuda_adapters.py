@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import os
@@ -209,6 +210,14 @@ def test_a_library_for_another_torch_is_a_reason(
     importlib.invalidate_caches()
     reason = libraries.sgl_kernel(GPU)
     assert reason == "sgl_kernel does not import: ImportError: common_ops.so: undefined symbol: _ZN3"
+
+
+def test_deep_gemm_serves_one_device_a_process(
+    host_cuda: None, deep_gemm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libraries, "_deep_gemm_device", torch.device("cuda:0"))
+    other = libraries.deep_gemm(dataclasses.replace(GPU, index=1))
+    assert other == "deep_gemm keeps what it compiles for one device a process, which is cuda:0"
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from torch_hal import detect, op, plugins, selection
+from torch_hal import detect, plugins, selection
+from torch_hal.op import _OPS
 
 
 @pytest.fixture(autouse=True)
 def _restored(tmp_path: Path) -> Iterator[None]:
-    caches = (plugins._registered, op._OPS, detect._probed, selection._probes)
+    caches = (plugins._registered, _OPS, detect._probed, selection._probes)
     saved, current, modules = [dict(cache) for cache in caches], plugins._current, set(sys.modules)
     yield
     for cache, before in zip(caches, saved, strict=True):
