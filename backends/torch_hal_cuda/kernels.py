@@ -43,7 +43,7 @@ KERNELS = (
         # sm_100 wants power-of-two scales, packed: another layout of weights, and weights requantised for it.
         requires=Requires(VENDOR, ("sm_90",), library=_DEEP_GEMM),
         formats=(("x_scale_layout", "mn_f32_tma"),),
-        traits=_DETERMINISTIC,
+        traits=_ROW_WISE,
         band=Band.TUNED,
     ),
     Kernel(

@@ -20,7 +20,8 @@ def per_token_group_quant_fp8(
     q = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     if scale_layout == "mn_f32_tma":  # column-major, each column padded to a multiple of four with zeros
         storage = x.new_empty((groups, -(-rows // 4) * 4), dtype=torch.float32)
-        storage[:, rows:] = 0
+        if rows % 4:
+            storage[:, rows:] = 0
         scale = storage.t()[:rows]
     else:
         scale = x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)

@@ -7,13 +7,14 @@ false does `Checker.complain` look for the argument at fault and word the error.
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
-from .errors import ArgumentError
+from .errors import ArgumentError, HalError
 
 FLOAT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -81,6 +82,9 @@ class Checker:
         self._prepared = {spec.name for spec in self.specs if spec.prepared}  # and the dims that only they tell
         for spec in sorted(self.specs, key=lambda spec: spec.prepared):
             self._bind(spec)
+        known = {"_", *self._bindings, *self.parameters, *self.namespace, *dir(builtins)}
+        if unknown := sorted(used - known):
+            raise HalError(f"op '{op}': {', '.join(unknown)} is no dimension, argument or name in its module")
         for spec in self.specs:
             self._compile(spec)
         for expression in self.where:
@@ -88,7 +92,8 @@ class Checker:
 
     def _bind(self, spec: TensorSpec) -> None:
         for i, dim in _positions(spec.dims):
-            if dim.isidentifier() and dim not in self._bindings and not spec.optional and dim != "_":
+            named = dim.isidentifier() and dim != "_" and dim not in self.parameters
+            if named and dim not in self._bindings and not spec.optional:
                 self._bindings[dim] = f"{spec.name}.shape[{i}]"
                 if spec.prepared:
                     self._prepared.add(dim)

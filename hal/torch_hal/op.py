@@ -19,7 +19,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-
 @dataclass(frozen=True, eq=False)
 class Op(Generic[P, R]):
     """One declared op. Calling it checks the arguments and runs the reference.

@@ -166,6 +166,8 @@ def _load_entry_point(name: str, group: list[importlib.metadata.EntryPoint], kno
     before, ops = set(sys.modules), set(_OPS)
     try:
         target = entry.load()
+        for declared in set(_OPS) - ops:  # one that cannot be checked or registered is not to fail every bind
+            _ = _OPS[declared].checker, _OPS[declared].schema
     except (Exception, SystemExit) as error:
         _roll_back(package, before, ops)
         return _broken(name, origin, error)

@@ -100,7 +100,10 @@ class Runtime:
 
 def group_name(group: dist.ProcessGroup | None = None) -> str:
     """The name by which ops know a process group; None means the default one."""
-    return str((group or dist.group.WORLD).group_name)  # type: ignore[union-attr]
+    known = group or dist.group.WORLD
+    if known is None:
+        raise Unsupported("there is no process group yet: call Runtime.init_process_group first")
+    return str(known.group_name)
 
 
 def _host_memory() -> Memory:

@@ -12,7 +12,9 @@ import datetime
 import json
 import os
 import sys
+import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,46 +38,57 @@ def main() -> int:
     except DeviceUnavailable as error:
         print(error, file=sys.stderr)
         return 2
-    outcomes = run(options.ranks)
+    if not options.json:
+        print(f"{device.name}, {device.arch}, {', '.join(f'{k} {v}' for k, v in device.versions.items())}")
+    outcomes = []
+    for outcome in run(options.ranks):
+        outcomes.append(outcome)
+        op, kernel, name, holds, seen = outcome
+        if not options.json:
+            print(f"{'ok  ' if holds else 'FAIL'} {op:26} {kernel:11} {name:30} {seen}", flush=True)
     if options.json:
         print(json.dumps(_report(device, outcomes), indent=2))
-    else:
-        print(f"{device.name}, {device.arch}, {', '.join(f'{k} {v}' for k, v in device.versions.items())}")
-        for op, kernel, name, holds, seen in outcomes:
-            print(f"{'ok  ' if holds else 'FAIL'} {op:26} {kernel:11} {name:30} {seen}")
     failed = sum(not outcome[3] for outcome in outcomes)
     print(f"{len(outcomes)} checks, {failed} failed", file=sys.stderr)
     return 1 if failed else 0
 
 
-def run(ranks: int) -> list[Outcome]:
-    """Every outcome: on the first GPU, on the last while another is current, and over several."""
+def run(ranks: int) -> Iterator[Outcome]:
+    """Every outcome, as it comes: on the first GPU, on the last while another is current, and over several."""
     with process_group("nccl"):
-        outcomes = [outcome for case in CASES for outcome in check(case, torch.device("cuda:0"))]
+        for case in CASES:
+            yield from check(case, torch.device("cuda:0"))
     if (last := torch.cuda.device_count() - 1) > 0:
-        outcomes += _on_another(torch.device("cuda", last))
+        yield from _on_another(torch.device("cuda", last))
     if ranks > 1:
-        outcomes.append((REDUCE.op, REDUCE.kernel, f"{ranks} ranks", *_on_ranks(ranks)))
-    return outcomes
+        yield REDUCE.op, REDUCE.kernel, f"{ranks} ranks", *_on_ranks(ranks)
 
 
-def _on_another(device: torch.device) -> list[Outcome]:
+def _on_another(device: torch.device) -> Iterator[Outcome]:
     """The kernels on a GPU while another is current; DeepGEMM, which serves one a process, must say so."""
-    outcomes = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hal.FallbackWarning)
         for case in (case for case in CASES if case not in (REDUCE, LINEAR)):
-            outcomes += [(op, kernel, f"{device}: {name}", *rest) for op, kernel, name, *rest in check(case, device)]
-        refused = {v.kernel.name: v.refused or "" for v in hal.explain(LINEAR.op, device).verdicts}
-    reason = refused[LINEAR.kernel]
-    return [*outcomes, (LINEAR.op, LINEAR.kernel, f"{device}: refused", "one device a process" in reason, reason)]
+            for op, kernel, name, *rest in check(case, device):
+                yield op, kernel, f"{device}: {name}", *rest
+        reasons = {v.kernel.name: v.refused or "" for v in hal.explain(LINEAR.op, device).verdicts}
+    reason = reasons[LINEAR.kernel]
+    yield LINEAR.op, LINEAR.kernel, f"{device}: refused", "one device a process" in reason, reason
 
 
-def _on_ranks(ranks: int) -> tuple[bool, str]:
+def _on_ranks(ranks: int, seconds: float = 120) -> tuple[bool, str]:
+    """One process a GPU; those that have not ended in time are ended."""
+    processes = mp.spawn(_rank, (ranks,), nprocs=ranks, join=False)
+    deadline = time.monotonic() + seconds
     try:
-        mp.spawn(_rank, (ranks,), nprocs=ranks)
+        while not processes.join(timeout=1):
+            if time.monotonic() > deadline:
+                return False, f"hangs: not done after {seconds:.0f} s"
     except Exception as error:
         return False, str(error).strip().splitlines()[-1]
+    finally:
+        for process in processes.processes:
+            process.kill()
     return True, "sums, a graph's replays and compiled sums agree with float64 on every rank"
 
 
@@ -101,6 +114,7 @@ def _rank(rank: int, ranks: int) -> None:
     bound = ranks * torch.finfo(x.dtype).eps / 2 * sum(x.double().abs() for x in held)
     for out in (ops.all_reduce(x, group), compiled(x), graph.results):
         assert ((out.double() - exact).abs() <= bound).all()
+    del graph  # NCCL waits for graphs that hold its work before it ends a communicator
     torch.distributed.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import torch_hal as hal
 from torch_hal.formats import SCALE_LAYOUTS
+from torch_hal.runtime import Runtime
 
 Corner = Iterator[tuple[str, bool, str]]
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -43,7 +44,7 @@ def norm_corners(ops: hal.OpSet) -> Corner:
         yield f"{dtype}", *within(NORM, ops, *norm_arguments(ops, 1, (7, 2048), dtype))
     empty = norm_arguments(ops, 1, (0, 7168))
     norm(*empty)
-    torch.cuda.synchronize()
+    Runtime(ops.device).synchronize()
     torch.zeros(1, device=ops.torch_device)  # a failed empty launch shows in the call after it
     yield "no rows", True, "nothing launched, nothing failed later"
     x, residual, weight, eps = norm_arguments(ops, 1, (8, 1152))
@@ -118,6 +119,10 @@ def linear_corners(ops: hal.OpSet) -> Corner:
     poisoned.view(torch.uint8)[5, 7] = 0x7F
     out = linear(poisoned, x_scale, weight, weight_scale, out_dtype, scales, layout)
     yield "NaN stays in its row", bool(out[5].isnan().all()) and int(out.isnan().any(1).sum()) == 1, "1 row of 64"
+    many, many_scale, *same = linear_arguments(ops, 4, 4096, 2112, 7168)
+    rows = linear(many, many_scale, *same)
+    few = [linear(many[:m], SCALE_LAYOUTS[scales].pack(many_scale[:m]), *same) for m in (1, 33, 130)]
+    yield "a row ignores the others", all(torch.equal(y, rows[: y.shape[0]]) for y in few), "of 4096, alone or with 32"
     row_major = x_scale.contiguous()
     tail = (weight, weight_scale, out_dtype)
     yield "row-major scales refused", *refused(linear, x, row_major, *tail, "row_f32", text="mn_f32_tma")
@@ -189,14 +194,12 @@ def decode_corners(ops: hal.OpSet) -> Corner:
         ops.mla_decode.plan(torch.full_like(seq_lens, n), [n] * 5, 16, 1, 64).tensors[0].numel() for n in (0, 1, 2560)
     }
     yield "a plan's size", len(sizes) == 1, f"{sizes} numbers, whatever the lengths"
-    graph_plan = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph_plan):
-        late = decode(*args[:6])
+    planning = Runtime(ops.device).capture(lambda: decode(*args[:6]))
     fresh = decode_arguments(ops, 3)
     for old, new in zip(args[:5], fresh[:5], strict=True):
         old.copy_(new)
-    graph_plan.replay()
-    yield "plan captured too", excess(DECODE, fresh, late) <= 1, "a graph that plans for itself"
+    planning.replay()
+    yield "plan captured too", excess(DECODE, fresh, planning.results) <= 1, "a graph that plans for itself"
     wrong = refused(decode, *args[:6], plan, "another", error=hal.ArgumentError, text="layout 'another'")
     yield "another's plan refused", *wrong
     yield "scale 0 refused", *refused(decode, *args[:5], 0.0, text="-inf")

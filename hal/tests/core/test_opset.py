@@ -1,4 +1,4 @@
-"""Bound ops: the op's own signature, validation, tracing, notes on errors, specialising, and what stays out of a frame."""
+"""Bound ops: the op's own signature, validation, tracing, notes on errors, layers, and what stays out of a frame."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_a_set_never_changes() -> None:
         ({"x": None}, "argument 'x': expected a tensor .*, got NoneType"),
         ({"x": torch.ones(3, 8, device="meta")}, "argument 'x': expected a tensor on cpu, got one on meta; move it"),
         ({"weight": torch.ones(8, 1)}, r"argument 'weight': expected rank 1 \[D\], got shape \(8, 1\)"),
-        ({"x": torch.ones(3, 8, dtype=torch.int32)}, "argument 'x': expected torch.bfloat16 or .*, got torch.int32; cast"),
-        ({"weight": torch.ones(8, dtype=torch.float16)}, "argument 'weight': expected torch.float32, got torch.float16"),
+        ({"x": torch.ones(3, 8, dtype=torch.int32)}, "argument 'x': expected torch.bfloat16 or .*, got torch.int32"),
+        ({"weight": torch.ones(8, dtype=torch.float16)}, "argument 'weight': .* torch.float32, got torch.float16"),
         ({"weight": torch.ones(4)}, r"argument 'weight': expected \[D\] with D = 8 \(D=8\), got shape \(4,\)"),
     ],
 )
-def test_a_call_that_breaks_the_contract_names_op_argument_expected_and_got(changed: dict[str, Any], message: str) -> None:
+def test_a_call_that_breaks_the_contract_names_argument_expected_and_got(changed: dict[str, Any], message: str) -> None:
     x, weight, eps = rms_norm_arguments()
     arguments = {"x": x, "weight": weight, "eps": eps, **changed}
     with pytest.raises(hal.ArgumentError, match=f"^rms_norm: {message}"):
@@ -223,7 +223,7 @@ def test_a_static_refusal_is_asked_when_a_layer_is_built_and_never_again() -> No
 
 def test_a_static_refusal_that_looks_at_the_token_dimension_is_found_out() -> None:
     hal.register(Offer(rms_norm_kernel(static=lambda x, weight, eps: refuse_long(x, weight, eps))), "acme")
-    with pytest.raises(hal.PluginError, match="depends on a free dimension .* make it a dynamic one"):
+    with pytest.raises(hal.PluginError, match=r"depends on a free dimension .* make it a dynamic one"):
         hal.bind("cpu").rms_norm.specialize(*rms_norm_arguments(2))
 
 
@@ -259,9 +259,7 @@ def test_a_layer_with_validation_checks_its_calls() -> None:
 
 
 def test_what_a_kernel_wants_of_the_caller_is_on_the_bound_op() -> None:
-    def plan(
-        seq_lens: Tensor, host_lens: list[int], num_heads: int, queries: int, page_size: int
-    ) -> list[Tensor]:
+    def plan(seq_lens: Tensor, host_lens: list[int], num_heads: int, queries: int, page_size: int) -> list[Tensor]:
         return [torch.full((4,), num_heads, dtype=torch.int32)]
 
     reference = hal.ops.mla_decode.reference
@@ -289,7 +287,9 @@ def test_binding_again_brings_no_new_torch_ops() -> None:
     def older(x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight.T
 
-    hal.register(Offer(hal.Kernel("fused_add_rms_norm_", "acme", in_place), hal.Kernel("linear", "acme", older)), "acme")
+    hal.register(
+        Offer(hal.Kernel("fused_add_rms_norm_", "acme", in_place), hal.Kernel("linear", "acme", older)), "acme"
+    )
     hal.bind("cpu")
     before = len(_names)
     for _ in range(3):

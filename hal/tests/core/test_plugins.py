@@ -33,7 +33,10 @@ def installed(site: Path, body: str, name: str = "acme") -> plugins.Plugin:
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        ("@hookimpl\ndef torch_hal_kernel(): return []", "hook 'torch_hal_kernel' does not exist; did you mean 'torch_hal_kernels'?"),
+        (
+            "@hookimpl\ndef torch_hal_kernel(): return []",
+            "'torch_hal_kernel' does not exist; did you mean 'torch_hal_kernels'?",
+        ),
         ("@hookimpl\ndef torch_hal_prune(): return []", "hook 'torch_hal_prune' does not exist"),
         ("def torch_hal_kernels(): return []", "'torch_hal_kernels' is defined but not marked with @hookimpl"),
         (
@@ -116,7 +119,9 @@ def test_an_uninstalled_plugin_is_gone_at_the_next_refresh(site: Path) -> None:
     assert (bound.rms_norm.kernel.id, hal.bind("cpu").rms_norm.kernel.id) == ("acme", "native")
 
 
-@pytest.mark.parametrize(("setting", "loaded"), [("-acme", False), ("globex", False), ("globex,acme", True), (" acme ", True)])
+@pytest.mark.parametrize(
+    ("setting", "loaded"), [("-acme", False), ("globex", False), ("globex,acme", True), (" acme ", True)]
+)
 def test_a_setting_limits_which_entry_points_load_at_all(
     site: Path, monkeypatch: pytest.MonkeyPatch, setting: str, loaded: bool
 ) -> None:
@@ -208,6 +213,34 @@ def fast(x, times=2):
     assert ops.acme_twice(torch.ones(1, 1)).item() == 102
     with pytest.raises(hal.ArgumentError, match="acme_twice: argument 'x'"):
         ops.acme_twice(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("signature", "shapes", "error"),
+    [("x: torch.Tensor", "{'x': 'T 2*I'}", "I is no dimension"), ("x: object", "{}", "unsupported type")],
+)
+def test_an_op_that_no_set_could_bind_fails_its_plugin_and_no_bind(
+    site: Path, signature: str, shapes: str, error: str
+) -> None:
+    body = f"""
+import torch
+from torch_hal import op
+
+@op(shapes={shapes}, dtypes={{}})
+def acme_wrong({signature}) -> torch.Tensor:
+    return x
+
+@hookimpl
+def torch_hal_kernels():
+    yield Kernel("acme_wrong", "acme", run="acme_hal:run")
+
+def run(x):
+    return x
+"""
+    plugin = installed(site, body)
+    assert plugin.state == "broken" and error in plugin.error
+    assert "acme_wrong" not in declared()
+    assert hal.bind("cpu").device.type == "cpu"
 
 
 def test_each_broken_plugin_gives_one_warning_a_refresh(site: Path) -> None:

@@ -16,7 +16,17 @@ from torch_hal.kernel import _version_ok
 from torch_hal.policy import Policy
 from torch_hal.selection import select
 
-from .helpers import H200, Offer, collected, messages, refuse_long, rms_norm_kernel, state_of, verdicts, write_distribution
+from .helpers import (
+    H200,
+    Offer,
+    collected,
+    messages,
+    refuse_long,
+    rms_norm_kernel,
+    state_of,
+    verdicts,
+    write_distribution,
+)
 
 
 def ranked(kernels: list[hal.Kernel], policy: hal.Policy) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 import torch_hal as hal
 
-from .. import native, plugins
+from .. import detect, native, plugins
 from ..kernel import Kernel, Library, by_name
 from ..loading import load_kernel
 from ..op import Op, declared
@@ -21,23 +21,20 @@ from ..twins import with_twins
 
 def devices(probe: bool) -> list[dict[str, Any]]:
     """Every device; with ``probe`` its facts, which uses it."""
-    found = hal.devices()
+    return [_device(device, probe) for device in hal.devices()]
+
+
+def _device(device: hal.DeviceInfo, probe: bool) -> dict[str, Any]:
+    error = ""
     if probe:
-        registry = plugins.discover()
-        found = tuple(_probed(device, registry) for device in found)
-    return [_device(device) for device in found]
-
-
-def _probed(device: hal.DeviceInfo, registry: plugins.Registry) -> hal.DeviceInfo:
-    from ..detect import probe
-
-    return device if device.probed else probe(device, registry)
-
-
-def _device(device: hal.DeviceInfo) -> dict[str, Any]:
+        try:
+            device = detect.find(device, plugins.discover())
+        except hal.HalError as failure:
+            error = str(failure)
     facts = {name: getattr(device, name) for name in device.__dataclass_fields__}
     facts["features"], facts["versions"] = sorted(device.features), dict(device.versions)
-    return {"device": str(device), "state": "probed" if device.probed else "unprobed", **facts}
+    state = "broken" if error else "probed" if device.probed else "unprobed"
+    return {"device": str(device), "state": state, "error": error, **facts}
 
 
 def ops(device: str | None) -> list[dict[str, Any]]:
@@ -89,9 +86,15 @@ def doctor(load: bool, probe: bool) -> dict[str, Any]:
         "versions": {"torch_hal": hal.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("TORCH_HAL_")},
         "plugins": [_plugin(p) for p in (_builtin(), *registry.plugins)],
-        "devices": devices(probe),
-        "libraries": _libraries(registry, probe),
+        "devices": [],
+        "libraries": [],
     }
+    try:
+        report["devices"] = devices(probe)
+        report["libraries"] = _libraries(registry, probe)
+    except hal.HalError as error:
+        problems.append(f"devices: {error}")
+    problems += [f"device {d['device']}: {d['error']}" for d in report["devices"] if d["error"]]
     if load:
         failures = _load_all(registry)
         report["kernels_that_do_not_load"] = failures
@@ -124,13 +127,19 @@ def _libraries(registry: plugins.Registry, probe: bool) -> list[dict[str, Any]]:
         if reason or not hosts:
             state, reason = "refused", reason or f"no device of vendor {requires.vendor} here"
         elif probe:
-            found = [_probed(device, registry) for device in hosts]
-            failures = [f"{device}: {why}" for device in found if (why := probe_library(library, device))]
+            failures = [f"{device}: {why}" for device in hosts if (why := _unusable(library, device, registry))]
             state, reason = ("refused", "; ".join(failures)) if failures else ("ready", "")
         rows.append(
             {**{k: v for k, v in asdict(library).items() if k in ("name", "version")}, "state": state, "reason": reason}
         )
     return rows
+
+
+def _unusable(library: Library, device: hal.DeviceInfo, registry: plugins.Registry) -> str | None:
+    try:
+        return probe_library(library, detect.find(device, registry))
+    except hal.HalError as error:
+        return str(error)
 
 
 def _load_all(registry: plugins.Registry) -> list[dict[str, str]]:

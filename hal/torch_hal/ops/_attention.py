@@ -44,6 +44,17 @@ def attend_terms(q: Tensor, k: Tensor, v: Tensor, limits: Tensor, scale: float) 
     return p @ v.abs() + spread, p_delta.sum(-1) + lse.abs() + 1
 
 
+def attend_intermediate(q: Tensor, k: Tensor, v: Tensor, limits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """2-norm of the products that probabilities enter, for kernels that round them, beside lse."""
+    p, lse = _softmax(q, k, limits, scale)
+    return (p.square() @ v.square()).sqrt(), lse
+
+
+def exact_lse(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Intermediates of results of which lse has none."""
+    return out, torch.zeros_like(lse)
+
+
 def finite_terms(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Terms of results in which an lse of -inf is exact."""
     return out, lse.masked_fill(lse.isinf(), 0)

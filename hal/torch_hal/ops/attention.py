@@ -14,10 +14,13 @@ from ..contracts import Contracts
 from ..errors import ArgumentError
 from ..numerics import narrow, wide
 from ..op import PLAIN, op
-from ._attention import attend, attend_terms, finite_terms, paged, varlen
+from ._attention import attend, attend_intermediate, attend_terms, exact_lse, finite_terms, paged, varlen
 
 LSE = (torch.float32, torch.float64)  # float64 where the inputs are
-ROUNDING = "Scores, softmax and its product with the values stay in float32, unrounded; out is rounded once, lse never."
+ROUNDING = (
+    "Scores and softmax in float32. Probabilities stay float32 here; a kernel may round them to q's dtype before their "
+    "product with the values, which the error bound allows for. out is rounded once, lse never."
+)
 
 
 def _results(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
@@ -38,6 +41,9 @@ def _results(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
     flops="2 * Tq * min(max_k, Tk) * H * (Dk + Dv)",
     terms=lambda q, k, v, cu_q, cu_k, max_q, max_k, scale, causal: finite_terms(
         *varlen(attend_terms, (q, k, v, cu_q, cu_k), max_q, max_k, scale, causal)
+    ),
+    intermediate=lambda q, k, v, cu_q, cu_k, max_q, max_k, scale, causal: exact_lse(
+        *varlen(attend_intermediate, (q, k, v, cu_q, cu_k), max_q, max_k, scale, causal)
     ),
     contracts=Contracts(
         C1_empties="No queries, no sequences and sequences without queries give no rows; a query that sees no key "
@@ -105,6 +111,20 @@ def _mla_terms(
     return finite_terms(*paged(attend_terms, q, cache, page_table, seq_lens, scale, q_nope.shape[-1]))
 
 
+def _mla_intermediate(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    plan: Tensor | None = None,
+    layout: str = PLAIN,
+) -> tuple[Tensor, Tensor]:
+    q = torch.cat([q_nope, q_pe], -1)
+    return exact_lse(*paged(attend_intermediate, q, cache, page_table, seq_lens, scale, q_nope.shape[-1]))
+
+
 @op(
     shapes={
         "q_nope": "B s H L",
@@ -127,6 +147,7 @@ def _mla_terms(
     flops="2 * B * s * H * P * page_size * (2 * L + R)",
     traffic="(B * P * page_size * (L + R) + B * s * H * (2 * L + R)) * cache.element_size() + 4 * B * (s * H + P + 1)",
     terms=_mla_terms,
+    intermediate=_mla_intermediate,
     plan=plan_mla_decode,
     contracts=Contracts(
         C1_empties="B = 0 and s = 0 give no rows; a query that sees no key (seq_len 0, or below s) gives 0 and -inf.",

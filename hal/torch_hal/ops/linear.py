@@ -122,8 +122,8 @@ def _absolute_terms(
         C5_fp8_kind="x and weight are of one kind, e4m3fn or e4m3fnuz, whichever the device multiplies.",
         C6_fp8_cast="No cast to fp8: x and weight arrive as codes.",
         C9_rounding=(
-            "Each block of 128 along K is summed by itself, then scaled and added in float32: an fp8 tensor core's own "
-            "accumulator is too narrow for more. Rounded once, to out_dtype."
+            "Each block of 128 along K is summed by itself, then scaled and added in float32. Within a block an fp8 "
+            "tensor core's accumulator may serve, which keeps 14 bits on Hopper. Rounded once, to out_dtype."
         ),
     ),
 )
