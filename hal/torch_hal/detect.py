@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 
 import torch
@@ -32,16 +33,15 @@ def find(device: str | torch.device | DeviceInfo | None, registry: Registry) -> 
         return device if device.probed else probe(device, registry)
     if device is None:
         device = os.environ.get(SETTING) or _default(registry)
-    try:
-        wanted = torch.device(device)
-    except (RuntimeError, TypeError) as error:  # a type that torch does not know may be one that a plugin does
-        cause = _diagnosis(str(device).partition(":")[0], registry) or str(error).splitlines()[0]
-        raise DeviceUnavailable(f"device {device!r}: {cause}") from None
-    index = wanted.index if wanted.index is not None else _current_index(wanted.type)
+    # Not torch's to parse: a type that it does not know before the vendor's package is imported, a plugin may know.
+    match = re.fullmatch(r"([a-z]\w*)(?::(\d+))?", str(device))
+    if match is None:
+        raise DeviceUnavailable(f"device {device!r}: expected a torch device such as 'cpu' or 'cuda:0'")
+    device_type, index = match[1], int(match[2]) if match[2] else _current_index(match[1])
     for found, plugin in _found(registry):
-        if (found.type, found.index) == (wanted.type, index):
+        if (found.type, found.index) == (device_type, index):
             return found if found.probed else _probe_once(found, plugin)
-    raise DeviceUnavailable(f"device {wanted}: {_cause(wanted, registry)}")
+    raise DeviceUnavailable(f"device {device}: {_cause(device_type, registry)}")
 
 
 def probe(device: DeviceInfo, registry: Registry) -> DeviceInfo:
@@ -94,15 +94,15 @@ def _current_index(device_type: str) -> int:
     return int(module.current_device())
 
 
-def _cause(wanted: torch.device, registry: Registry) -> str:
-    of_type = [str(d) for d, _ in _found(registry) if d.type == wanted.type]
+def _cause(device_type: str, registry: Registry) -> str:
+    of_type = [str(d) for d, _ in _found(registry) if d.type == device_type]
     if of_type:
         return f"there is no such index; present are {', '.join(of_type)}"
-    if cause := _diagnosis(wanted.type, registry):
+    if cause := _diagnosis(device_type, registry):
         return cause
     broken = [f"{p.name} ({p.error})" for p in registry.plugins if p.state != "loaded"]
     hint = f"; not loaded: {', '.join(broken)}" if broken else ""
-    return f"no plugin offers devices of type '{wanted.type}'; present are {', '.join(str(d) for d in devices())}{hint}"
+    return f"no plugin offers devices of type '{device_type}'; present are {', '.join(str(d) for d in devices())}{hint}"
 
 
 def _diagnosis(device_type: str, registry: Registry) -> str | None:

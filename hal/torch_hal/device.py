@@ -44,8 +44,8 @@ class DeviceInfo:
     def torch_device(self) -> torch.device:
         return torch.device(self.type) if self.type == "cpu" else torch.device(self.type, self.index)
 
-    def __str__(self) -> str:
-        return str(self.torch_device)
+    def __str__(self) -> str:  # not by torch, which may not know the type before its vendor's package is imported
+        return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
 
     def __reduce__(self) -> tuple[Any, ...]:  # for worker processes: a mapping proxy cannot be pickled
         values = {field.name: getattr(self, field.name) for field in fields(self)}

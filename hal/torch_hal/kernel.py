@@ -86,6 +86,9 @@ class Requires:
     library: Library | str | None = None  # "acme_kernels>=1.4" is short for a Library without a probe
 
     def __post_init__(self) -> None:
+        for name, collect in (("arch", tuple), ("features", frozenset)):  # one name alone is a collection of one
+            value = getattr(self, name)
+            object.__setattr__(self, name, collect([value] if isinstance(value, str) else value))
         if isinstance(self.library, str):
             match = re.fullmatch(r"([A-Za-z_][\w.]*)\s*((?:[<>=!]=?|==).*)?", self.library)
             if match is None:
@@ -132,6 +135,10 @@ class Kernel:
     plugin: str = ""  # filled in by discovery
     position: int = 0  # filled in by discovery: yield order within the plugin
     derived_from: str | None = None  # the twin that this functional form copies for
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "band", Band(self.band))
+        object.__setattr__(self, "traits", frozenset(Trait(trait) for trait in self.traits))
 
     @property
     def id(self) -> str:

@@ -168,7 +168,8 @@ def probe_library(library: Library, device: DeviceInfo) -> str | None:
     with _lock:
         if key not in _probes:
             try:
-                _probes[key] = load(library.probe)(device) if library.probe is not None else None
+                answer = load(library.probe)(device) if library.probe is not None else None
+                _probes[key] = None if answer is None else str(answer) or "its probe gave no reason"
             except (Exception, SystemExit) as error:
                 _probes[key] = f"probing {library.name} raised {type(error).__name__}: {error}"
         return _probes[key]

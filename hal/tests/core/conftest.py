@@ -1,10 +1,13 @@
-"""Every test of the core leaves the process as it found it: registry, probes, declarations, imported plugins."""
+"""Every test of the core begins without plugins and leaves the process as it found it."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Iterator
+from importlib.metadata import EntryPoints
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +17,19 @@ from torch_hal.op import _OPS
 
 @pytest.fixture(autouse=True)
 def _restored(tmp_path: Path) -> Iterator[None]:
+    """No plugin but what the test brings; afterwards registry, probes, declarations and modules as they were."""
     caches = (plugins._registered, _OPS, detect._probed, selection._probes)
     saved, current, modules = [dict(cache) for cache in caches], plugins._current, set(sys.modules)
+    entry_points: Any = importlib.metadata.entry_points
+
+    def of_others(**selected: str) -> EntryPoints:
+        found: EntryPoints = entry_points(**selected)
+        return EntryPoints(entry for entry in found if entry.dist is None or entry.dist.name != "torch-hal")
+
+    importlib.metadata.entry_points = of_others  # type: ignore[assignment]
+    plugins._current = None
     yield
+    importlib.metadata.entry_points = entry_points
     for cache, before in zip(caches, saved, strict=True):
         cache.clear()
         cache.update(before)

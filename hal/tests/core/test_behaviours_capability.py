@@ -139,6 +139,14 @@ def test_b09_a_library_without_an_image_for_this_gpu_is_rejected_and_the_process
         hal.bind(H200, hal.Policy(fallback="error"))
 
 
+@pytest.mark.parametrize(("answer", "reason"), [("", "its probe gave no reason"), (False, "False")])
+def test_b09_a_probe_that_answers_anything_but_none_refuses(answer: object, reason: str) -> None:
+    library = hal.Library("torch", probe=lambda device: answer)
+    hal.register(Offer(rms_norm_kernel(requires=hal.Requires(library=library))), "acme")
+    with pytest.warns(hal.FallbackWarning, match=f"acme: {reason}"):
+        assert verdicts(hal.bind("cpu").explain("rms_norm"))["acme"] == ("refused", reason)
+
+
 def test_b10_a_jit_kernel_that_cannot_build_is_demoted_with_its_reason_at_bind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bind is before weights load: probing runs there, importing the kernel's module too, and each once."""
     probes: list[str] = []

@@ -37,7 +37,7 @@ def acme_only(x: torch.Tensor) -> torch.Tensor:
 
 @hookimpl
 def torch_hal_kernels():
-    yield Kernel("rms_norm", "broken", run="nowhere:at_all", band=100)
+    yield Kernel("rms_norm", "broken", run="nowhere:at_all", band=30)
     FAILURE
 """
 REPORT = """
@@ -89,6 +89,8 @@ def test_b02_a_broken_entry_point_stops_no_other_and_leaves_nothing_behind(site:
         ("return Kernel('rms_norm', 'a', run='m:f')", "not iterable"),
         ("yield Kernel('rms_norm', 'a', run='m:f', requires=Requires(library='acme>=1.x'))", "'>=1.x'"),
         ("yield Kernel('rms_norm')", "missing 2 required"),
+        ("yield Kernel('rms_norm', 'a', run='m:f', band=7)", "7 is not a valid Band"),
+        ("yield Kernel('rms_norm', 'a', run='m:f', traits={'graph_save'})", "'graph_save' is not a valid Trait"),
     ],
 )
 def test_b02_junk_from_a_plugin_is_its_own_failure(site: Path, kernels: str, named: str) -> None:

@@ -110,7 +110,7 @@ def test_explain_says_which_kernel_and_why_not_the_others(cli: Cli) -> None:
         (("explain", "rms_norm", "--require", "fsat"), "'fsat' matches no kernel; offered are native"),
         (("explain", "rms_norm", "--deny", "native"), "no kernel may serve. native: denied by policy"),
         (("explain", "rms_norm", "--device", "mtia:0"), "no plugin offers devices of type 'mtia'"),
-        (("ops", "--device", "nonsense"), "device 'nonsense'"),
+        (("ops", "--device", "nonsense"), "device nonsense: no plugin offers devices of type 'nonsense'"),
     ],
 )
 def test_our_own_errors_are_one_line_and_exit_code_2(cli: Cli, arguments: tuple[str, ...], error: str) -> None:

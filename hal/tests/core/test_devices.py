@@ -92,9 +92,10 @@ def test_the_host_is_the_default_where_there_is_nothing_else() -> None:
         ("cpu:1", "device cpu:1: there is no such index; present are cpu"),
         ("mtia:0", "no plugin offers devices of type 'mtia'; present are cpu, xpu:0, xpu:1, xpu:2"),
         ("acmeware:0", "the Acme driver is older than 7.2"),  # torch does not know the type, a plugin does
-        ("nonsense", "device 'nonsense': "),
-        ("", "device ''"),
-        (5.5, "device 5.5"),
+        ("nonsense", "no plugin offers devices of type 'nonsense'"),
+        ("", "device '': expected a torch device such as 'cpu' or 'cuda:0'"),
+        ("cuda:one", "device 'cuda:one': expected a torch device"),
+        (5.5, "device 5.5: expected a torch device"),
     ],
 )
 def test_a_device_that_cannot_be_used_raises_with_the_cause(probed: list[int], device: Any, cause: str) -> None:
@@ -150,6 +151,17 @@ def test_a_probe_that_fails_is_the_cause_and_may_be_tried_again(probe: Callable[
     assert str(hal.bind("cpu").device) == "cpu"
     working[0] = True
     assert hal.bind("xpu:0").device.arch == "ac_20"
+
+
+def test_a_type_that_torch_does_not_know_yet_can_be_listed_asked_for_and_probed() -> None:
+    """As MUSA's is before torch_musa is imported, which is for the probe to do."""
+
+    def probe(device: hal.DeviceInfo) -> hal.DeviceInfo:
+        return replace(device, arch="ac_20", probed=True)
+
+    hal.register(Offer(torch_hal_devices=lambda: [hal.DeviceInfo("acme", "acmeware")], torch_hal_probe=probe), "acme")
+    assert [str(device) for device in hal.devices()][-1] == "acmeware:0"
+    assert hal.explain("rms_norm", "acmeware").device.arch == "ac_20"
 
 
 def test_an_emulated_device_can_be_bound_without_its_hardware() -> None:

@@ -16,8 +16,8 @@ from .helpers import H200
 
 SURFACE = set(
     """
-    ArgumentError Band Contracts DeviceInfo DeviceUnavailable Explanation FallbackWarning HalError Kernel Library Manifest
-    Op OpSet PluginError PluginWarning Policy PolicyError Prepared Requires Trait Unsupported
+    ArgumentError Band Contracts DeviceInfo DeviceUnavailable Explanation FallbackWarning HalError Kernel Library
+    Manifest Op OpSet PluginError PluginWarning Policy PolicyError Prepared Requires Trait Unsupported
     bind devices explain hookimpl op ops refresh register unregister
     """.split()  # noqa: SIM905 (a list of names, to read)
 )

@@ -65,7 +65,7 @@ from torch_hal import Band, Kernel, Requires, hookimpl
 def torch_hal_kernels():
     yield Kernel("rms_norm", "winner", run="acme_winner:rms_norm", band=Band.TUNED)
     yield Kernel("rms_norm", "behind", run="acme_behind:rms_norm", band=Band.LIBRARY)
-    yield Kernel("rms_norm", "foreign", run="acme_foreign:rms_norm", requires=Requires("nvidia"), band=100)
+    yield Kernel("rms_norm", "foreign", run="acme_foreign:rms_norm", requires=Requires("nvidia"), band=30)
     yield Kernel("silu_and_mul", "denied", run="acme_denied:silu_and_mul")
 """
     kernel = "def rms_norm(x, weight, eps): return x"
@@ -88,6 +88,8 @@ def torch_hal_kernels():
     ("requires", "reason"),
     [
         (hal.Requires("amd"), "made for amd, the device is nvidia"),
+        (hal.Requires(arch="sm_80"), "built for sm_80, the device is sm_90"),  # type: ignore[arg-type]
+        (hal.Requires(features="tcgen05"), "needs device features tcgen05"),  # type: ignore[arg-type]
         (hal.Requires(arch=("sm_80", "sm_100f")), "built for sm_80, sm_100f, the device is sm_90"),
         (hal.Requires(features=frozenset({"tma", "tcgen05", "cluster"})), "needs device features cluster, tcgen05"),
         (hal.Requires(library="no_such_library"), "library no_such_library is not installed"),
