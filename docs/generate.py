@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import html
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +16,7 @@ import torch_hal as hal
 from torch_hal import native, plugins
 from torch_hal.kernel import Kernel, Library
 from torch_hal.op import Op, declared
+from torch_hal.twins import with_twins
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -42,11 +44,13 @@ def families() -> dict[str, list[Op[..., Any]]]:
 
 def family_page(family: str, ops: list[Op[..., Any]]) -> str:
     about = inspect.getdoc(inspect.getmodule(ops[0].reference)) or ""
-    return "\n\n".join([f"# {family.replace('_', ' ').capitalize()}", about, *map(op_section, ops)]) + "\n"
+    title = "MoE " + family.removeprefix("moe_") if family.startswith("moe_") else family.replace("_", " ").capitalize()
+    return "\n\n".join([f"# {title}", about.replace("``", "`"), *map(op_section, ops)]) + "\n"
 
 
 def op_section(op: Op[..., Any]) -> str:
-    kernels = [k for k in (*plugins.discover().kernels, native.native_kernel(op)) if k.op == op.name]
+    offered = with_twins(plugins.discover().kernels, dict(declared()))
+    kernels = [k for k in (*offered, native.native_kernel(op)) if k.op == op.name]
     arguments = [(f"`{name}`", f"`[{', '.join(dims.split())}]`", dtypes(op, name)) for name, dims in op.shapes.items()]
     parts = [
         f"## {op.name}",
@@ -102,14 +106,14 @@ def api_section(name: str, value: Any) -> str:
     if isinstance(value, type) and issubclass(value, enum.Enum):
         parts.append(table(("member", "value"), ((f"`{m.name}`", f"`{m.value!r}`") for m in value)))
     elif dataclasses.is_dataclass(value):
-        fields = [(f"`{f.name}`", f"`{f.type}`", default(f)) for f in dataclasses.fields(value)]
+        fields = [(f"`{f.name}`", code(str(f.type)), default(f)) for f in dataclasses.fields(value)]
         parts.append(table(("field", "type", "default"), fields))
     return "\n\n".join(parts)
 
 
 def default(field: dataclasses.Field[Any]) -> str:
     if field.default is not dataclasses.MISSING:
-        return f"`{field.default!r}`"
+        return code(repr(field.default))
     made = field.default_factory
     return "" if made is dataclasses.MISSING else f"`{getattr(made, '__name__', 'made anew')}()`"
 
@@ -125,6 +129,12 @@ def header(name: str, signature: inspect.Signature) -> str:
         result = inspect.formatannotation(signature.return_annotation)
         text = "\n".join([f"{name}(", *(f"    {line}," for line in lines), f") -> {result}"])
     return text.replace("torch.Tensor", "Tensor")
+
+
+def code(text: str) -> str:
+    """Code in a table's cell, whatever is in it: neither tags, nor the table's bars, nor its own backticks."""
+    escaped = html.escape(text, quote=False).replace("|", "&#124;").replace("`", "&#96;")
+    return f"<code>{escaped}</code>"
 
 
 def fenced(language: str, text: str) -> str:

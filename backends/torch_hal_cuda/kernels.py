@@ -40,6 +40,7 @@ KERNELS = (
         static="torch_hal_cuda.limits:fp8_block_linear_static",
         dynamic="torch_hal_cuda.limits:fp8_block_linear_dynamic",
         prepare="torch_hal_cuda.linear:prepare_fp8_block_linear",
+        keeps_plain=True,  # it only makes storage dense
         # sm_100 wants power-of-two scales, packed: another layout of weights, and weights requantised for it.
         requires=Requires(VENDOR, ("sm_90",), library=_DEEP_GEMM),
         formats=(("x_scale_layout", "mn_f32_tma"),),

@@ -28,8 +28,9 @@ from .hookspecs import hookimpl
 from .kernel import Band, Kernel, Library, Requires, Trait
 from .manifest import Manifest
 from .op import Op, op
-from .opset import OpSet, Prepared, bind, explain
+from .opset import OpSet, bind, explain
 from .plugins import refresh, register, unregister
+from .prepare import Prepared
 from .selection import Explanation
 
 if TYPE_CHECKING:

@@ -10,11 +10,13 @@ import ast
 import builtins
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 
 from .errors import ArgumentError, HalError
+from .scalars import NAMESPACE
 
 FLOAT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -22,7 +24,7 @@ INDEX = (torch.int32, torch.int64)
 
 PLAIN = "plain"  # the layout of weights as checkpoints hold them, and of a plan that nobody made
 
-FREE = ("T", "M", "B")  # dims that vary from call to call: tokens, rows, sequences; leading ``...`` dims do too
+FREE = ("T", "M", "B")  # dims that vary from call to call unless an op names others; leading ``...`` dims do too
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -69,7 +71,9 @@ class Checker:
         where: Mapping[str, str],
         parameters: Sequence[str],
         scope: Mapping[str, Any],
+        scalars: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     ) -> None:
+        self.scalars = scalars  # argument -> (source of the test of its type, what it must be)
         self.op, self.specs, self.where, self.parameters = op, tuple(specs), dict(where), tuple(parameters)
         used = {
             name
@@ -85,6 +89,8 @@ class Checker:
         known = {"_", *self._bindings, *self.parameters, *self.namespace, *dir(builtins)}
         if unknown := sorted(used - known):
             raise HalError(f"op '{op}': {', '.join(unknown)} is no dimension, argument or name in its module")
+        self.namespace |= NAMESPACE
+        self._clauses += [test for test, _ in self.scalars.values()]
         for spec in self.specs:
             self._compile(spec)
         for expression in self.where:
@@ -164,6 +170,9 @@ class Checker:
 
     def complain(self, arguments: Mapping[str, Any], device: torch.device | None) -> NoReturn:
         """Raise the ArgumentError that says which argument breaks which rule."""
+        for name, (test, wanted) in self.scalars.items():
+            if not self.value(test, arguments):
+                self._fail(name, wanted, f"{type(arguments[name]).__name__} {_show(arguments[name])}", "convert it")
         plain = arguments.get("layout", PLAIN) == PLAIN
         hidden = [] if plain else [spec for spec in self.specs if spec.prepared]
         for spec in self.specs:
@@ -227,9 +236,11 @@ class Checker:
     def _fail(self, argument: str, expected: str, got: str, remedy: str) -> NoReturn:
         raise ArgumentError(f"{self.op}: argument '{argument}': expected {expected}, got {got}; {remedy}")
 
-    def function(self) -> Callable[..., None]:
-        """A stand-alone check with the op's parameters, for callers outside a frame."""
-        fast = eval(f"lambda {', '.join(self.parameters)}: {self.condition(None)}", self.namespace)
+    def function(self, one_device: bool = False) -> Callable[..., None]:
+        """A stand-alone check with the op's parameters, for callers outside a frame; of devices too, if asked."""
+        first = next((spec.name for spec in self.specs if not spec.optional), None) if one_device else None
+        device = None if first is None else f"{first}.device"
+        fast = eval(f"lambda {', '.join(self.parameters)}: {self.condition(device)}", self.namespace)
 
         def check(*values: Any) -> None:
             try:
@@ -237,7 +248,8 @@ class Checker:
             except Exception:  # an argument of another type than the test expects
                 fine = False
             if not fine:
-                self.complain(dict(zip(self.parameters, values, strict=True)), None)
+                arguments = dict(zip(self.parameters, values, strict=True))
+                self.complain(arguments, None if first is None else getattr(arguments[first], "device", None))
 
         return check
 

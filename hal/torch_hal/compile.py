@@ -7,7 +7,6 @@ so a graph names the kernel it was compiled with and two op sets can live in one
 from __future__ import annotations
 
 import functools
-import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,25 +17,28 @@ import torch
 from .device import DeviceInfo
 from .kernel import load
 from .loading import Loaded
+from .lock import LOCK
 from .op import Op, declared
 
 NAMESPACE = "torch_hal"
 
 _library: torch.library.Library | None = None
-_lock = threading.Lock()
 _names: dict[Callable[..., Any], str] = {}  # callable -> its op's name
-_own: dict[tuple[str, Callable[..., Any]], Callable[..., Any]] = {}  # (op, a kernel's callable) -> the function for it
+_own: dict[tuple[str, str, Callable[..., Any]], Callable[..., Any]] = {}  # (op, kernel, its callable) -> function
 _keys: set[tuple[str, str]] = set()  # (name, dispatch key) that have an implementation
 
 
 def with_torch_op(loaded: Loaded, op: Op[..., Any], device: DeviceInfo) -> Loaded:
     """The kernel with its torch op, registered once on the device's dispatch key, for compilers to meet."""
-    with _lock:
-        run = _own.get((op.name, loaded.run))
+    key = (op.name, f"{loaded.kernel.plugin}.{loaded.kernel.name}", loaded.run)
+    fake = _fake(loaded, op)  # not under the lock: the module that it is in may bind
+    with LOCK:
+        run = _own.get(key)
         if run is None:
-            run = _own[op.name, loaded.run] = _own_function(loaded.run)
-            _names[run] = _define(loaded, op)
-            _substitute(run, _names[run])
+            run = _own_function(loaded.run)
+            name = _define(loaded, op, fake)
+            _substitute(run, name)
+            _names[run], _own[key] = name, run
         name = _names[run]
         if (name, device.dispatch_key) not in _keys:
             _lib().impl(name, run, device.dispatch_key)  # type: ignore[no-untyped-call]
@@ -72,7 +74,7 @@ def _lib() -> torch.library.Library:
     return _library
 
 
-def _define(loaded: Loaded, op: Op[..., Any]) -> str:
+def _define(loaded: Loaded, op: Op[..., Any], fake: Callable[..., Any]) -> str:
     kernel = loaded.kernel
     name = f"{op.name}__{kernel.name}"
     taken = set(_names.values())
@@ -82,8 +84,25 @@ def _define(loaded: Loaded, op: Op[..., Any]) -> str:
     while name in taken:
         name, n = f"{base}_{n}", n + 1
     _lib().define(name + op.schema)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(loaded, op), lib=_lib())
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_lib())
+    _lib().impl(name, _without_gradient(loaded, op, name), "Autograd")  # type: ignore[no-untyped-call]
     return name
+
+
+def _without_gradient(loaded: Loaded, op: Op[..., Any], name: str) -> Callable[..., Any]:
+    """What autograd meets: torch's own fallback would drop the gradient, with a warning at most."""
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
+            raise NotImplementedError(
+                f"{op.name}: kernel '{loaded.kernel.id}' has no gradient under torch.compile, and an argument requires "
+                "one; call it under torch.no_grad(), detach the argument, or choose a kernel that compilers trace"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args, **kwargs)
+
+    return forward
 
 
 def _fake(loaded: Loaded, op: Op[..., Any]) -> Callable[..., Any]:

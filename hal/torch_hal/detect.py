@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 
 import torch
 
 from . import native, plugins
 from .device import DeviceInfo
-from .errors import DeviceUnavailable, PluginError
+from .errors import FATAL, DeviceUnavailable, PluginError, describe
+from .lock import LOCK, no_return
 from .plugins import Plugin, Registry
 
 SETTING = "TORCH_HAL_DEVICE"
 
-_lock = threading.Lock()
 _probed: dict[tuple[str, str, int], DeviceInfo] = {}
 
 
@@ -38,8 +37,8 @@ def find(device: str | torch.device | DeviceInfo | None, registry: Registry) -> 
     if match is None:
         raise DeviceUnavailable(f"device {device!r}: expected a torch device such as 'cpu' or 'cuda:0'")
     device_type, index = match[1], int(match[2]) if match[2] else _current_index(match[1])
-    for found, plugin in _found(registry):
-        if (found.type, found.index) == (device_type, index):
+    for found, plugin in _found(registry, device_type):
+        if found.index == index:
             return found if found.probed else _probe_once(found, plugin)
     raise DeviceUnavailable(f"device {device}: {_cause(device_type, registry)}")
 
@@ -49,27 +48,30 @@ def probe(device: DeviceInfo, registry: Registry) -> DeviceInfo:
     owner = next(
         (
             plugin
-            for found, plugin in _found(registry)
-            if (found.vendor, found.type, found.index) == (device.vendor, device.type, device.index)
+            for found, plugin in _found(registry, device.type)
+            if (found.vendor, found.index) == (device.vendor, device.index)
         ),
         None,
     )
     return _probe_once(device, owner) if owner is not None else device
 
 
-def _found(registry: Registry) -> list[tuple[DeviceInfo, Plugin | None]]:
+def _found(registry: Registry, device_type: str | None = None) -> list[tuple[DeviceInfo, Plugin | None]]:
+    """Devices, of one type or all, each with the plugin that named it. Two plugins claiming one is a PluginError."""
     found: list[tuple[DeviceInfo, Plugin | None]] = [(native.cpu(), None)]
-    owners: dict[tuple[str, int], str] = {("cpu", 0): native.NATIVE}
+    owners: dict[tuple[str, int], Plugin] = {}
     for plugin in registry.loaded:
         for device in plugins.plugin_devices(plugin):
-            other = owners.setdefault((device.type, device.index), plugin.name)
-            if other != plugin.name:
+            if device_type not in (None, device.type):
+                continue
+            other = owners.setdefault((device.type, device.index), plugin)
+            if other is not plugin:
                 raise PluginError(
-                    f"plugins '{other}' and '{plugin.name}' both claim device {device}; "
-                    f"leave one out with {plugins.SETTING}=-{other} or {plugins.SETTING}=-{plugin.name}"
+                    f"plugins '{other.name}' and '{plugin.name}' both claim device {device}; "
+                    f"leave one out with {plugins.leave_out(other)} or {plugins.leave_out(plugin)}"
                 )
             found.append((device, plugin))
-    return found
+    return [(device, plugin) for device, plugin in found if device_type in (None, device.type)]
 
 
 def _default(registry: Registry) -> str:
@@ -95,8 +97,7 @@ def _current_index(device_type: str) -> int:
 
 
 def _cause(device_type: str, registry: Registry) -> str:
-    of_type = [str(d) for d, _ in _found(registry) if d.type == device_type]
-    if of_type:
+    if of_type := [str(device) for device, _ in _found(registry, device_type)]:
         return f"there is no such index; present are {', '.join(of_type)}"
     if cause := _diagnosis(device_type, registry):
         return cause
@@ -110,24 +111,27 @@ def _diagnosis(device_type: str, registry: Registry) -> str | None:
     failed = []
     for plugin in registry.loaded:
         try:
-            if cause := plugin.hooks.torch_hal_diagnose(device_type=device_type):
-                return str(cause)
-        except (Exception, SystemExit) as error:
-            failed.append(f"plugin '{plugin.name}' could not say why: {type(error).__name__}: {error}")
+            with no_return(("diagnosis", plugin.name), "torch_hal_diagnose binds what it is asked about"):
+                if cause := plugin.hooks.torch_hal_diagnose(device_type=device_type):
+                    return str(cause)
+        except FATAL:
+            raise
+        except BaseException as error:
+            failed.append(f"plugin '{plugin.name}' could not say why: {describe(error)}")
     return "; ".join(failed) or None
 
 
 def _probe_once(device: DeviceInfo, plugin: Plugin | None) -> DeviceInfo:
     key = (device.vendor, device.type, device.index)
-    with _lock:
+    with LOCK, no_return(key, f"torch_hal_probe binds or explains {device}, which it is asked to describe"):
         if key not in _probed:
             try:
                 known = plugin.hooks.torch_hal_probe(device=device) if plugin else None
                 if known is not None and (known.type, known.index) != (device.type, device.index):
                     raise PluginError(f"torch_hal_probe gave {known}, another device")
-            except (Exception, SystemExit) as error:
-                raise DeviceUnavailable(
-                    f"device {device}: probing it failed: {type(error).__name__}: {error}"
-                ) from error
+            except FATAL:
+                raise
+            except BaseException as error:
+                raise DeviceUnavailable(f"device {device}: probing it failed: {describe(error)}") from error
             _probed[key] = known or device
         return _probed[key]

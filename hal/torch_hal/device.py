@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from .errors import DeviceUnavailable, PluginError, describe
+from .fields import check_fields, collect
+
 
 @dataclass(frozen=True)
 class DeviceInfo:
@@ -38,11 +41,18 @@ class DeviceInfo:
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)  # library -> version
 
     def __post_init__(self) -> None:
+        collect(self, "features", frozenset)
+        check_fields(self, f"device {self.type!r} of vendor {self.vendor!r}", named=("vendor", "type"))
+        if not re.fullmatch(r"[a-z]\w*", self.type) or self.index < 0:
+            raise PluginError(f"device {self}: expected a type such as 'cuda' and an index from 0 up")
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
 
     @property
     def torch_device(self) -> torch.device:
-        return torch.device(self.type) if self.type == "cpu" else torch.device(self.type, self.index)
+        try:
+            return torch.device(self.type) if self.type == "cpu" else torch.device(self.type, self.index)
+        except Exception as error:  # the vendor's package, which teaches torch the type, was not imported
+            raise DeviceUnavailable(f"device {self}: torch does not know it: {describe(error)}") from error
 
     def __str__(self) -> str:  # not by torch, which may not know the type before its vendor's package is imported
         return self.type if self.type == "cpu" else f"{self.type}:{self.index}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+FATAL = (KeyboardInterrupt, GeneratorExit, MemoryError)  # the process's own, not the failure of a plugin it runs
+
 
 class HalError(Exception):
     """Base of every error that torch_hal raises itself."""
@@ -33,3 +35,11 @@ class FallbackWarning(UserWarning):
 
 class PluginWarning(UserWarning):
     """A plugin was left out: its name and the exception."""
+
+
+def describe(error: BaseException) -> str:
+    """``Type: text`` of a foreign exception, in one line. Never raises, though the exception's own ``__str__`` may."""
+    try:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    except Exception as failure:
+        return f"{type(error).__name__} (whose text raised {type(failure).__name__})"

@@ -35,9 +35,18 @@ class Fallback:
         return f"{_RAISED}{type(error).__name__}: {error}"
 
     def report(self, kernel: Kernel, refused: Sequence[tuple[Kernel, str]], what: str, stacklevel: int) -> None:
-        """Warn once when ``what`` (a call, a layer) reaches the reference, or gets past a refusal that failed."""
-        broken = any(why.startswith(_RAISED) for _, why in refused)
-        if not refused or self.warned or torch.compiler.is_compiling() or not (kernel.plugin == NATIVE or broken):
+        """Warn once when ``what`` (a call, a layer) reaches the reference, or gets past what the user prefers or a
+        refusal that failed.
+        """
+        from .policy import names
+
+        wishes = self.policy.matching(self.policy.prefer, self.op.name)
+        notable = (
+            kernel.plugin == NATIVE
+            or any(why.startswith(_RAISED) for _, why in refused)
+            or any(names(pattern, other) for pattern in wishes for other, _ in refused)
+        )
+        if not refused or self.warned or not notable:
             return
         reasons = "; ".join(f"{other.id}: {why}" for other, why in refused)
         path = f"from {refused[0][0].id} to {kernel.id}"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import linecache
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import ArgumentError, Unsupported
+from .errors import ArgumentError, PluginError, Unsupported
 from .fallback import Fallback
 from .kernel import ANY_LAYOUT
 from .loading import Loaded
@@ -30,7 +32,8 @@ class Trace:
         self.calls: deque[tuple[str, str, tuple[str, ...]]] = deque(maxlen=limit)
 
     def record(self, op: str, kernel: str, arguments: tuple[Any, ...]) -> None:
-        self.calls.append((op, kernel, tuple(summarize(a) for a in arguments)))
+        if not torch.compiler.is_compiling():  # a compiled graph names its kernels itself
+            self.calls.append((op, kernel, tuple(summarize(a) for a in arguments)))
 
     def counts(self) -> dict[tuple[str, str], int]:
         """(op, kernel) -> calls."""
@@ -50,6 +53,7 @@ def build_frame(
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     exec(compile(source, filename, "exec"), scope.names)
     function: Callable[..., Any] = scope.names[op.name]
+    weakref.finalize(function, linecache.cache.pop, filename, None)
     function.__doc__ = op.__doc__
     function.__module__ = "torch_hal.ops"
     function.__signature__ = op.signature  # type: ignore[attr-defined]
@@ -128,13 +132,15 @@ class _Scope:
         if all(k == "layout" for _, k in tests):
             lines = [f"    _why = {first}"]
         lines += ["    if _why is None:", *self._run(i, loaded, "        ")]
-        return [*lines, f"    _whys += (({i}, _why),)"]
+        self.names["_reason"] = self._reason
+        return [*lines, f"    _whys += (({i}, _reason(_why, {i})),)"]
 
     def _run(self, i: int, loaded: Loaded, indent: str) -> list[str]:
         lines = []
         if i > 0:
-            self.names["_fell"] = self._fell
-            lines += [f"{indent}_fell({i}, _whys)"]
+            self.names |= {"_fell": self._fell, f"_fell_in_trace{i}": self._at_trace_time(i)}
+            self.names |= {"_compiling": torch.compiler.is_compiling}
+            lines += [f"{indent}_fell_in_trace{i}() if _compiling() else _fell({i}, _whys)"]
         if self.trace is not None:
             self.names |= {"_record": self.trace.record, "_range": torch.profiler.record_function}
             lines += [f"{indent}_record({self.op.name!r}, {loaded.kernel.id!r}, {self._pack()})"]
@@ -166,10 +172,26 @@ class _Scope:
     def _failed(self, error: Exception, i: int) -> str:
         return self.fallback.failed(error, self.chain[i].kernel)
 
+    def _reason(self, why: Any, i: int) -> str:
+        if not isinstance(why, str) or not why:
+            kernel = self.chain[i].kernel.id
+            raise PluginError(f"kernel '{kernel}' of {self.op.name}: a refusal gave {why!r}, expected None or a reason")
+        return why
+
     def _fell(self, i: int, whys: tuple[tuple[int, str], ...]) -> None:
         if not self.fallback.warned:
             refused = [(self.chain[j].kernel, why) for j, why in whys]
             self.fallback.report(self.chain[i].kernel, refused, "a call", stacklevel=3)
+
+    def _at_trace_time(self, i: int) -> Callable[[], None]:
+        """What a compiler runs, rather than traces, when a traced call gets past the kernels before the i-th."""
+
+        def fell() -> None:
+            why = "refused what the compiler traced; an eager call says why"
+            self._fell(i, tuple((j, why) for j in range(i)))
+
+        fell._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see ops/collectives.py
+        return fell
 
     def _exhausted(self, whys: tuple[tuple[int, str], ...], values: tuple[Any, ...]) -> None:
         reasons = "; ".join(f"{self.chain[j].kernel.id}: {text}" for j, text in whys)
@@ -178,12 +200,13 @@ class _Scope:
         raise kind(f"{self.op.name} on {self.device}: no bound kernel takes this call ({shown}). {reasons}")
 
     def _note(self, error: Exception, i: int, values: tuple[Any, ...]) -> None:
-        shown = ", ".join(f"{n}={summarize(v)}" for n, v in zip(self.arguments, values, strict=True))
         kernel = self.chain[i].kernel
-        error.add_note(
-            f"torch_hal: in {self.op.name}({shown}), "
-            f"kernel '{kernel.name}' of plugin '{kernel.plugin}' on {self.device}"
-        )
+        with contextlib.suppress(Exception):  # whatever a note meets, the kernel's own exception is the user's
+            shown = ", ".join(f"{n}={summarize(v)}" for n, v in zip(self.arguments, values, strict=True))
+            error.add_note(
+                f"torch_hal: in {self.op.name}({shown}), "
+                f"kernel '{kernel.name}' of plugin '{kernel.plugin}' on {self.device}"
+            )
 
 
 def summarize(value: Any) -> str:

@@ -1,4 +1,8 @@
-"""What a plugin may implement. Every hook is optional."""
+"""What a plugin may implement. Every hook is optional.
+
+Neither importing a plugin nor its hooks may bind, explain, list devices or register: these wait for the hooks'
+answers, and raise PluginError. The modules that kernels name are imported later, and may.
+"""
 
 from __future__ import annotations
 

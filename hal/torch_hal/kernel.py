@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import re
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from .device import DeviceInfo, arch_matches
+from .errors import PluginError
+from .fields import check_fields, collect
 from .op import PLAIN
 
 ANY_LAYOUT = "*"  # in `Kernel.reads`: the kernel ignores the layout argument's tensors (a plan it does not need)
@@ -52,7 +56,9 @@ class Library:
     probe: Target | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, f"library {self.name!r}", named=("name",))
         _clauses(self.version)
+        object.__setattr__(self, "probe", _by_identity(self.probe))  # libraries are keys of dicts
 
     def missing(self) -> str | None:
         """Why the library is not installed in the wanted version; None if it is. Imports nothing."""
@@ -86,9 +92,9 @@ class Requires:
     library: Library | str | None = None  # "acme_kernels>=1.4" is short for a Library without a probe
 
     def __post_init__(self) -> None:
-        for name, collect in (("arch", tuple), ("features", frozenset)):  # one name alone is a collection of one
-            value = getattr(self, name)
-            object.__setattr__(self, name, collect([value] if isinstance(value, str) else value))
+        collect(self, "arch", tuple)
+        collect(self, "features", frozenset)
+        check_fields(self, "requirements")
         if isinstance(self.library, str):
             match = re.fullmatch(r"([A-Za-z_][\w.]*)\s*((?:[<>=!]=?|==).*)?", self.library)
             if match is None:
@@ -113,6 +119,7 @@ class Kernel:
     run, static, dynamic: the op's own signature. ``static`` and ``dynamic`` return None or a reason to refuse:
     static sees dtypes, fixed dims, formats and layouts (tensors may be on ``meta``); dynamic sees the call.
     prepare, plan: the signature of the op's own ``prepare`` or ``plan``; what they return is in ``layout``.
+    keeps_plain: where that is the plain layout, that any other kernel may read it as if nothing had been prepared.
     reads: layouts that ``run`` accepts beside ``layout``; unless given, plain for a kernel without a layout of its own.
     fake: shapes and dtypes of ``run``'s results, where its own layout keeps the op's fake from telling them.
     """
@@ -126,6 +133,7 @@ class Kernel:
     prepare: Target | None = None
     plan: Target | None = None
     layout: str = PLAIN
+    keeps_plain: bool = False
     reads: frozenset[str] | None = None
     fake: Target | None = None
     formats: tuple[tuple[str, str], ...] = ()  # argument -> value it wants, e.g. ("x_scale_layout", "mn_f32_tma")
@@ -137,8 +145,26 @@ class Kernel:
     derived_from: str | None = None  # the twin that this functional form copies for
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "band", Band(self.band))
-        object.__setattr__(self, "traits", frozenset(Trait(trait) for trait in self.traits))
+        what = f"kernel {self.name!r} of {self.op!r}"
+        try:
+            object.__setattr__(self, "band", Band(self.band))
+            collect(self, "traits", lambda traits: frozenset(Trait(trait) for trait in traits))
+        except ValueError as error:
+            raise PluginError(f"{what}: {error}") from error
+        collect(self, "formats", tuple)
+        if self.reads is not None:
+            collect(self, "reads", frozenset)
+        check_fields(self, what, named=("op", "name", "run", "layout"))
+        if self.layout == ANY_LAYOUT:
+            raise PluginError(f"{what}: layout '{ANY_LAYOUT}' is for `reads`; name the kernel's own")
+        plain = self.layout == PLAIN and (self.prepare is not None or self.plan is not None)
+        if plain and not self.keeps_plain:
+            raise PluginError(
+                f"{what}: what prepare or plan returns needs a `layout` of its own, or keeps_plain=True "
+                "if every other kernel may read it as the plain one"
+            )
+        if self.keeps_plain and not plain:
+            raise PluginError(f"{what}: keeps_plain is for a prepare or plan in layout '{PLAIN}'")
 
     @property
     def id(self) -> str:
@@ -156,15 +182,33 @@ class Kernel:
 
 def load(target: Target) -> Callable[..., Any]:
     """The object that ``"module:attribute"`` names, imported now."""
-    if not isinstance(target, str):
+    value: Any = target
+    if isinstance(target, str):
+        module, colon, attribute = target.partition(":")
+        if not colon:
+            raise ImportError(f"{target!r}: expected 'module:attribute'")
+        value = importlib.import_module(module)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    function: Callable[..., Any] = _by_identity(value)
+    return function
+
+
+_functions: dict[int, tuple[object, Callable[..., Any]]] = {}  # id of a callable object -> it, and its function
+
+
+def _by_identity(target: Any) -> Any:
+    """``target``, or, if it compares by value and so may have no hash, one function that stands for it."""
+    equals: object = type(target).__eq__
+    by_value = equals is not object.__eq__
+    if not by_value or not callable(target) or isinstance(target, (type, types.MethodType, types.BuiltinMethodType)):
         return target
-    module, colon, attribute = target.partition(":")
-    if not colon:
-        raise ImportError(f"{target!r}: expected 'module:attribute'")
-    value: Any = importlib.import_module(module)
-    for part in attribute.split("."):
-        value = getattr(value, part)
-    return value  # type: ignore[no-any-return]
+
+    @functools.wraps(target, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    return _functions.setdefault(id(target), (target, call))[1]
 
 
 def _version_ok(have: str, wanted: str) -> bool:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .errors import PluginError
 from .kernel import Kernel, load
-from .op import PLAIN, Op, declared
+from .op import Op, declared
 from .twins import load_run
 
 
@@ -26,9 +28,9 @@ class Loaded:
     plan: Callable[..., Any] | None
 
     @property
-    def always(self) -> bool:
-        """Whether every call in plain layout is accepted, so that nothing behind this kernel can be needed."""
-        return self.static is None and self.dynamic is None and self.kernel.accepts_layout(PLAIN)
+    def refuses(self) -> bool:
+        """Whether some call in a layout that the kernel reads may be refused."""
+        return self.static is not None or self.dynamic is not None
 
 
 def load_kernel(kernel: Kernel, op: Op[..., Any]) -> Loaded:
@@ -93,7 +95,9 @@ def _defaults_only(
     def refuse(*args: Any) -> str | None:
         arguments = op.bind(*args)
         for name, default in defaults.items():
-            if arguments[name] != default:
+            value = arguments[name]
+            unplanned = isinstance(value, torch.Tensor) and value.numel() == 0  # the reference's plan: none
+            if not unplanned and value != default:
                 return f"made for version {kernel.version} of the contract, which has no '{name}'"
         return dynamic(*args) if dynamic is not None else None
 

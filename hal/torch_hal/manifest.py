@@ -40,19 +40,23 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The inverse of `to_json`. Raises ValueError where the digest does not fit the choices."""
+        """The inverse of `to_json`. Raises ValueError for other JSON, or where the digest does not fit the choices."""
         data = json.loads(text)
-        manifest = cls(data["device"], data["ops"], data["versions"])
-        if manifest.digest != data["digest"]:
+        try:
+            manifest = cls(data["device"], data["ops"], data["versions"])
+            fits = manifest.digest == data["digest"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"manifest: not one of ours: {type(error).__name__}: {error}") from None
+        if not fits:
             raise ValueError(
                 f"manifest: digest {data['digest'][:12]}… is not that of its choices, {manifest.digest[:12]}…: edited?"
             )
         return manifest
 
     def pin(self, policy: Policy | None = None) -> Policy:
-        """A policy that requires exactly these choices, in their order; other fields as in ``policy``."""
+        """A policy under which exactly these kernels run, or bind raises; other fields as in ``policy``."""
         from .policy import Policy
 
-        require = {op: tuple(f"{k['plugin']}.{k['kernel']}" for k in entry["chain"]) for op, entry in self.ops.items()}
+        pinned = {op: tuple(f"{k['plugin']}.{k['kernel']}" for k in entry["chain"]) for op, entry in self.ops.items()}
         base = {name: getattr(policy, name) for name in policy.model_fields_set} if policy else {}
-        return Policy(**{**base, "prefer": {}, "require": require})
+        return Policy(**{**base, "prefer": {}, "require": {}, "deny": {}, "pinned": pinned})

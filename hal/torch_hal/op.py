@@ -10,10 +10,11 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
+from .check import FREE, Checker, TensorSpec, ceil_div
 from .check import PLAIN as PLAIN
-from .check import Checker, TensorSpec, ceil_div
 from .contracts import Contracts
-from .errors import HalError
+from .errors import ArgumentError, HalError
+from .scalars import scalar_tests
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,6 +42,7 @@ class Op(Generic[P, R]):
     accumulates: torch.dtype | None = torch.float32
     reduces: str = "1"  # expression over dims: the length of the longest sum
     flops: str = "0"  # expression over dims
+    free: tuple[str, ...] = FREE  # dims that vary from call to call, which a static refusal must not look at
     traffic: str | None = None  # expression: bytes that must move, where a call touches only a part of an argument
     terms: Callable[..., Any] | None = None  # each result's sum of absolute terms, S in the error bound
     intermediate: Callable[..., Any] | None = None  # 2-norm of what a rounded intermediate adds up to, T in the bound
@@ -50,7 +52,13 @@ class Op(Generic[P, R]):
     contracts: Contracts = field(default_factory=Contracts)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        self.check(*args, **kwargs)
+        arguments = self.bind(*args, **kwargs)
+        self._check_call(*arguments.values())
+        if self.prepare is not None and arguments["layout"] != PLAIN:
+            raise ArgumentError(
+                f"{self.name}: argument 'layout': expected '{PLAIN}', got {arguments['layout']!r}; "
+                "the reference reads weights as checkpoints hold them, so call a bound op on prepared ones"
+            )
         return self.reference(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -79,14 +87,23 @@ class Op(Generic[P, R]):
             for name, dims in self.shapes.items()
         ]
         scope = cast(Mapping[str, Any], getattr(self.reference, "__globals__", {}))
-        return Checker(self.name, specs, self.where, tuple(self.signature.parameters), scope)
+        return Checker(
+            self.name, specs, self.where, tuple(self.signature.parameters), scope, scalar_tests(self.signature)
+        )
 
     @functools.cached_property
     def _check(self) -> Callable[..., None]:
         return self.checker.function()
 
+    @functools.cached_property
+    def _check_call(self) -> Callable[..., None]:
+        return self.checker.function(one_device=True)
+
     def check(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ArgumentError, naming op, argument, expected and got, unless the call meets the contract."""
+        """Raise ArgumentError, naming op, argument, expected and got, unless the call meets the contract.
+
+        Devices may differ: arguments that only stand for others, as `specialize` takes them, lie on ``meta``.
+        """
         bound = self.bind(*args, **kwargs)
         self._check(*bound.values())
 
@@ -121,6 +138,8 @@ class Op(Generic[P, R]):
 
 _OPS: dict[str, Op[..., Any]] = {}
 
+RESERVED = frozenset({"device", "explain", "manifest", "policy", "torch_device", "trace"})  # an `OpSet`'s own names
+
 
 def op(
     *,
@@ -138,12 +157,17 @@ def op(
 
     def declare(function: Callable[P, R]) -> Op[P, R]:
         name = function.__name__
+        if name in RESERVED or name.startswith("_") or not name.isidentifier():
+            raise HalError(f"op '{name}': op sets have attributes of their own so called, or like it; rename the op")
         if name in _OPS:
             raise HalError(
                 f"op '{name}' is declared twice: in {_OPS[name].reference.__module__} and {function.__module__}"
             )
         family = function.__module__.rpartition(".")[2]
         declared = Op(name, family, function, shapes, dtypes, where or {}, **traits)
+        hidden = [parameter for parameter in inspect.signature(function).parameters if parameter.startswith("_")]
+        if hidden:
+            raise HalError(f"op '{name}': arguments must not begin with '_': {', '.join(hidden)}")
         unknown = (set(shapes) | set(dtypes) | set(declared.mutates)) - set(inspect.signature(function).parameters)
         if unknown:
             raise HalError(f"op '{name}' describes arguments that it does not have: {sorted(unknown)}")

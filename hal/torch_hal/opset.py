@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
 
 from . import detect, native, plugins
 from .compile import with_torch_op
@@ -24,19 +23,13 @@ from .kernel import Kernel, Trait, by_name
 from .loading import Loaded
 from .manifest import Manifest
 from .op import PLAIN, Op, declared
+from .prepare import Prepared, prepare, prepared
 from .selection import Cause, Explanation, select
 from .specialize import specialize
 from .twins import with_twins
 
 if TYPE_CHECKING:
     from .policy import Policy
-
-
-class Prepared(NamedTuple):
-    """Weights or a plan in a named layout: pass the tensors where the op takes them, and ``layout`` along."""
-
-    tensors: list[Tensor]
-    layout: str
 
 
 class BoundOp(Protocol):
@@ -52,10 +45,12 @@ class BoundOp(Protocol):
     def specialize(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Settle the static refusals for arguments like these, the token dimension free; keep the callable."""
 
-    def prepare(self, *args: Any) -> Prepared:
-        """Weights as the chosen kernel wants them, once at load."""
+    def prepare(self, *weights: Any, **call: Any) -> Prepared:
+        """Weights as the chosen kernel wants them, once at load; with a call's other arguments, as the kernel that
+        will take such calls wants them.
+        """
 
-    def plan(self, *args: Any) -> Prepared:
+    def plan(self, *args: Any, **kwargs: Any) -> Prepared:
         """The chosen kernel's schedule for one step."""
 
 
@@ -68,7 +63,7 @@ class OpSet:
         self.device = device
         self.policy = policy
         self.trace = trace
-        self._explanations = explanations
+        self._explanations = dict(explanations)
         for name, explanation in explanations.items():
             setattr(self, name, _bound_op(declared()[name], explanation, self))
         self._frozen = True
@@ -202,11 +197,10 @@ def _bound_op(op: Op[..., Any], explanation: Explanation, ops: OpSet) -> Any:
     bound.formats = dict(chain[0].kernel.formats)
     bound.specialize = functools.partial(specialize, op, chain, ops.policy, ops.trace, fallback)
     if op.prepare is not None:
-        bound.prepare = _companion(
-            chain[0].prepare or op.prepare, chain[0].kernel.layout if chain[0].prepare else PLAIN
-        )
+        bound.prepare = functools.partial(prepare, op, chain, fallback)
     if op.plan is not None:
-        bound.plan = _companion(chain[0].plan or op.plan, chain[0].kernel.layout if chain[0].plan else PLAIN)
+        plan = chain[0].plan or op.plan
+        bound.plan = functools.partial(_plan, op, plan, chain[0].kernel.layout if chain[0].plan else PLAIN)
     return bound
 
 
@@ -215,9 +209,5 @@ def _compilable(loaded: Loaded, op: Op[..., Any], device: DeviceInfo) -> Loaded:
     return loaded if Trait.TRACEABLE in loaded.kernel.traits else with_torch_op(loaded, op, device)
 
 
-def _companion(function: Callable[..., Any], layout: str) -> Callable[..., Prepared]:
-    def companion(*args: Any) -> Prepared:
-        result = function(*args)
-        return Prepared(list(result) if isinstance(result, (list, tuple)) else [result], layout)
-
-    return companion
+def _plan(op: Op[..., Any], plan: Callable[..., Any], layout: str, *args: Any, **kwargs: Any) -> Prepared:
+    return prepared(f"plan of {op.name}", plan(*args, **kwargs), layout, 1)

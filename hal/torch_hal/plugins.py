@@ -6,12 +6,12 @@ gets a pluggy manager of its own, so that dropping the manager drops everything 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.metadata
 import os
 import re
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Iterable
@@ -20,14 +20,15 @@ from typing import Any
 
 import pluggy
 
-from . import hookspecs
+from . import hookspecs, probing
 from .device import DeviceInfo
-from .errors import PluginError, PluginWarning
+from .errors import FATAL, PluginError, PluginWarning, describe
 from .kernel import Kernel
+from .lock import LOCK, no_return
 from .op import _OPS
 
 GROUP = "torch_hal.backends"
-SETTING = "TORCH_HAL_PLUGINS"  # names to load, comma-separated; with a leading "-", names to leave out
+SETTING = "TORCH_HAL_PLUGINS"  # names to load, comma-separated, or "none"; with a leading "-", names to leave out
 NATIVE = "native"
 IN_PROCESS = "registered in this process"
 
@@ -63,26 +64,33 @@ class Registry:
         return tuple(kernel for plugin in self.loaded for kernel in plugin.kernels)
 
 
-_lock = threading.RLock()
 _current: Registry | None = None
 _registered: dict[str, Any] = {}
 
 
 def discover() -> Registry:
     """The plugins of this process, discovered at the first call."""
-    with _lock:
-        return _current or refresh()
+    with LOCK:
+        if _current is None:
+            return refresh()
+        with _discovering():
+            return _current
 
 
-def refresh() -> Registry:
+def refresh(strict: bool = True) -> Registry:
     """Discover anew: installed plugins appear, uninstalled ones go, broken ones are tried again.
 
-    Op sets that are already bound keep what they have; the next bind sees the new registry.
+    Op sets that are already bound keep what they have; the next bind sees the new registry. Unless ``strict``, names
+    in ``TORCH_HAL_PLUGINS`` that no plugin has are let pass, for whoever is to find out what is wrong.
     """
     global _current
-    with _lock:
+    with LOCK, _discovering():
+        probing.forget()
         known = {p.name: p for p in _current.loaded} if _current else {}
-        found = [_load_entry_point(name, group, known) for name, group in sorted(_entry_points().items())]
+        groups = _entry_points()
+        if strict:
+            _check_setting(groups)
+        found = [_load_entry_point(name, group, known) for name, group in sorted(groups.items())]
         found += [_load_registered(name, plugin, found) for name, plugin in _registered.items()]
         _current = Registry(tuple(sorted(found, key=lambda p: p.name)))
         for plugin in _current.plugins:
@@ -94,12 +102,19 @@ def refresh() -> Registry:
         return _current
 
 
+def _discovering() -> contextlib.AbstractContextManager[None]:
+    return no_return(
+        "discovery", "plugins are being loaded: do not bind, explain, list devices, register or refresh until they are"
+    )
+
+
 def register(plugin: object, name: str) -> None:
     """Add a plugin from this process: a module or object with hook implementations. Raises PluginError if broken."""
-    with _lock:
+    with LOCK:
         if any(p.name == name for p in discover().plugins):
             raise PluginError(f"plugin name '{name}' is taken; unregister it or choose another")
-        loaded = _load(name, IN_PROCESS, plugin)
+        with _discovering():
+            loaded = _load(name, IN_PROCESS, plugin)
         if loaded.state == "broken":
             raise PluginError(f"plugin '{name}': {loaded.error}")
         _registered[name] = plugin
@@ -108,7 +123,7 @@ def register(plugin: object, name: str) -> None:
 
 def unregister(name: str) -> None:
     """Take back a plugin that `register` added; the next bind is without it."""
-    with _lock:
+    with LOCK:
         if name not in _registered:
             raise PluginError(f"no plugin '{name}' was registered in this process")
         del _registered[name]
@@ -122,18 +137,23 @@ def _entry_points() -> dict[str, list[importlib.metadata.EntryPoint]]:
         seen = groups.setdefault(entry.name, [])
         if _distribution(entry) not in [_distribution(other) for other in seen]:
             seen.append(entry)
-    wanted = [item.strip() for item in os.environ.get(SETTING, "").split(",") if item.strip()]
-    if unknown := [item for item in wanted if item.lstrip("-") not in groups]:
-        raise PluginError(
-            f"{SETTING} names {', '.join(unknown)}; installed plugins are: {', '.join(sorted(groups)) or 'none'}"
-        )
     return groups
 
 
+def _check_setting(groups: Iterable[str]) -> None:
+    if unknown := [item for item in _wanted() if item.lstrip("-") not in groups and item != "none"]:
+        raise PluginError(
+            f"{SETTING} names {', '.join(unknown)}; installed plugins are: {', '.join(sorted(groups)) or 'none'}"
+        )
+
+
 def _switched_off(name: str) -> bool:
-    wanted = [item.strip() for item in os.environ.get(SETTING, "").split(",") if item.strip()]
-    only = [item for item in wanted if not item.startswith("-")]
-    return f"-{name}" in wanted or (bool(only) and name not in only)
+    only = [item for item in _wanted() if not item.startswith("-")]
+    return f"-{name}" in _wanted() or (bool(only) and name not in only)
+
+
+def _wanted() -> list[str]:
+    return [item.strip() for item in os.environ.get(SETTING, "").split(",") if item.strip()]
 
 
 def _distribution(entry: importlib.metadata.EntryPoint) -> str:
@@ -168,8 +188,10 @@ def _load_entry_point(name: str, group: list[importlib.metadata.EntryPoint], kno
         target = entry.load()
         for declared in set(_OPS) - ops:  # one that cannot be checked or registered is not to fail every bind
             _ = _OPS[declared].checker, _OPS[declared].schema
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         _roll_back(package, before, ops)
+        if isinstance(error, FATAL):
+            raise
         return _broken(name, origin, error)
     plugin = _load(name, origin, target)
     if plugin.state == "broken":
@@ -205,9 +227,13 @@ def _load(name: str, origin: str, target: object) -> Plugin:
         manager.add_hookspecs(hookspecs)
         manager.register(target, name)
         _check_hooks(manager, target)
-        offered = [kernel for batch in manager.hook.torch_hal_kernels() for kernel in batch]
-        kernels, notes = _accept(name, offered)
-    except (Exception, SystemExit) as error:
+        batches = manager.hook.torch_hal_kernels()
+        kernels, notes = _accept(name, [kernel for batch in batches for kernel in batch])
+        if not batches and manager.hook.torch_hal_kernels.get_hookimpls():
+            notes += ("torch_hal_kernels returned None, so no kernel: is a `yield` or `return` missing?",)
+    except FATAL:
+        raise
+    except BaseException as error:
         return _broken(name, origin, error)
     return Plugin(name, origin, "loaded", kernels=kernels, notes=notes, hooks=manager.hook, target=target)
 
@@ -248,21 +274,33 @@ def _accept(plugin: str, offered: Iterable[Any]) -> tuple[tuple[Kernel, ...], tu
 
 
 def _broken(name: str, origin: str, error: BaseException) -> Plugin:
-    text = f"{type(error).__name__}: {error}"
-    return Plugin(name, origin, "broken", error=text, detail="".join(traceback.format_exception(error)))
+    return Plugin(name, origin, "broken", error=describe(error), detail="".join(traceback.format_exception(error)))
 
 
 def plugin_devices(plugin: Plugin) -> list[DeviceInfo]:
     """The devices that a plugin names; an exception there counts as none, with a warning."""
     try:
-        found = [device for batch in plugin.hooks.torch_hal_devices() for device in batch]
+        with no_return(("devices", plugin.name), "torch_hal_devices binds, or lists devices, itself"):
+            found = [device for batch in plugin.hooks.torch_hal_devices() for device in batch]
         if strange := [device for device in found if not isinstance(device, DeviceInfo)]:
             raise TypeError(f"torch_hal_devices gave {strange[0]!r}, expected a DeviceInfo")
+        if any(device.type == "cpu" for device in found):
+            raise PluginError("torch_hal_devices claims the host, which is torch_hal's own; offer kernels for it alone")
+        if twice := [device for i, device in enumerate(found) if str(device) in map(str, found[:i])]:
+            raise PluginError(f"torch_hal_devices names {twice[0]} twice")
         return found
-    except (Exception, SystemExit) as error:
+    except FATAL:
+        raise
+    except BaseException as error:
         warnings.warn(
-            f"plugin '{plugin.name}' could not list its devices: {type(error).__name__}: {error}",
+            f"plugin '{plugin.name}' could not list its devices: {describe(error)}. "
+            f"To leave it out: {leave_out(plugin)}",
             PluginWarning,
             stacklevel=3,
         )
         return []
+
+
+def leave_out(plugin: Plugin) -> str:
+    """How a user does without the plugin."""
+    return f"unregister('{plugin.name}')" if plugin.origin == IN_PROCESS else f"{SETTING}=-{plugin.name}"

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import enum
 import functools
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .device import DeviceInfo
 from .errors import Unsupported
-from .kernel import Kernel, Library, Trait, load
+from .kernel import Kernel, Library, Trait
 from .loading import Loaded, load_kernel
 from .op import PLAIN, Op
+from .probing import probe_library
 
 if TYPE_CHECKING:
     from .policy import Policy
@@ -45,6 +45,18 @@ class Verdict:
     cause: Cause | None = None
     loaded: Loaded | None = field(default=None, repr=False, compare=False)
     role: str = ""  # "chosen", "next" (may be handed calls) or "behind" (never reached)
+    wish: str = ""  # what the policy says of it, where that decided its place
+
+    def why(self) -> str:
+        """In words, what puts a kernel that was not refused where it stands."""
+        notes = [self.wish] if self.wish else []
+        if self.role == "behind":
+            notes.append("kernels before it take every call")
+        elif self.loaded is not None and self.loaded.refuses:
+            notes.append("may refuse a call")
+        if self.kernel.derived_from:
+            notes.append(f"copies around {self.kernel.derived_from}")
+        return ", ".join(notes)
 
     def to_dict(self) -> dict[str, Any]:
         kernel = self.kernel
@@ -53,7 +65,7 @@ class Verdict:
             "plugin": kernel.plugin,
             "band": kernel.band.name.lower(),
             "state": "refused" if self.refused else self.role,
-            "reason": self.refused or "",
+            "reason": self.refused or self.why(),
             "cause": str(self.cause) if self.cause else "",
             "derived_from": kernel.derived_from or "",
             "refusals": [kind for kind in ("static", "dynamic") if getattr(kernel, kind)],
@@ -88,10 +100,7 @@ class Explanation:
         lines = [f"{self.op} on {self.device}:"]
         for verdict in self.verdicts:
             state = "refused" if verdict.refused else verdict.role
-            notes = [verdict.kernel.band.name.lower()]
-            notes += [f"copies around {verdict.kernel.derived_from}"] if verdict.kernel.derived_from else []
-            notes += ["may refuse a call"] if verdict.role in ("chosen", "next") and verdict.kernel.dynamic else []
-            reason = verdict.refused or ", ".join(notes)
+            reason = verdict.refused or ", ".join(filter(None, [verdict.kernel.band.name.lower(), verdict.why()]))
             lines.append(f"  {state:8} {verdict.kernel.id:24} {reason}")
         return "\n".join(lines)
 
@@ -99,31 +108,47 @@ class Explanation:
 def select(op: Op[..., Any], device: DeviceInfo, kernels: Iterable[Kernel], policy: Policy) -> Explanation:
     """Judge every kernel of ``op`` and choose. Raises Unsupported, with every reason, if none may serve."""
     ordered = sorted(kernels, key=functools.partial(_rank, op=op, policy=policy))
-    required = policy.matching(policy.require, op.name)
-    verdicts = [_settle_device(kernel, device, policy, op, required) for kernel in ordered]
+    pinned = policy.pinned.get(op.name, ())
+    required = list(pinned) or policy.matching(policy.require, op.name)
     settled: list[Verdict] = []
-    open_ended = True  # whether a call may still get past the kernels chosen so far
-    for verdict in verdicts:
-        if verdict.refused is None and open_ended:
+    unanswered = {PLAIN}  # layouts in which a call may still get past the kernels chosen so far
+    for verdict in [_settle_device(kernel, device, policy, op, required) for kernel in ordered]:
+        if verdict.refused is None and unanswered:
             verdict = _settle_code(verdict.kernel, device, op)
             if (loaded := verdict.loaded) is not None:
                 role = "next" if any(v.role == "chosen" for v in settled) else "chosen"
-                verdict = Verdict(verdict.kernel, loaded=loaded, role=role)
-                open_ended = not loaded.always
+                verdict = Verdict(verdict.kernel, loaded=loaded, role=role, wish=_wish(verdict.kernel, op, policy))
+                unanswered |= {verdict.kernel.layout} if loaded.prepare else set()
+                unanswered -= {x for x in unanswered if not loaded.refuses and verdict.kernel.accepts_layout(x)}
         elif verdict.refused is None:
             verdict = Verdict(verdict.kernel, role="behind")
         settled.append(verdict)
     explanation = Explanation(op.name, device, tuple(_drop_stranded(settled)))
-    if explanation.chosen is None:
-        wish = f" (the policy requires {', '.join(required)})" if required else ""
-        raise Unsupported(f"{op.name} on {device}: no kernel may serve{wish}. {explanation.refusals()}")
+    chain = tuple(f"{loaded.kernel.plugin}.{loaded.kernel.name}" for loaded in explanation.chain)
+    if not chain or (pinned and chain != tuple(pinned)):
+        wish = f" (the policy {'pins' if pinned else 'requires'} {', '.join(required)})" if required else ""
+        found = f"no kernel may serve{wish}" if not chain else f"would run {', '.join(chain)}{wish}"
+        raise Unsupported(f"{op.name} on {device}: {found}. {explanation.refusals()}")
     return explanation
+
+
+def _wish(kernel: Kernel, op: Op[..., Any], policy: Policy) -> str:
+    """What the policy says in favour of a kernel."""
+    from .policy import names
+
+    if op.name in policy.pinned:
+        return "the policy pins it"
+    for rules, verb in ((policy.require, "requires"), (policy.prefer, "prefers")):
+        if any(names(pattern, kernel) for pattern in policy.matching(rules, op.name)):
+            return f"the policy {verb} it"
+    return ""
 
 
 def _rank(kernel: Kernel, op: Op[..., Any], policy: Policy) -> tuple[Any, ...]:
     from .policy import names
 
-    wishes = policy.matching(policy.prefer, op.name) + policy.matching(policy.require, op.name)
+    wishes = [*policy.pinned.get(op.name, ()), *policy.matching(policy.prefer, op.name)]
+    wishes += policy.matching(policy.require, op.name)
     wish = next((i for i, pattern in enumerate(wishes) if names(pattern, kernel)), len(wishes))
     return (wish, -kernel.band, kernel.derived_from is not None, kernel.plugin, kernel.position)
 
@@ -151,28 +176,11 @@ def _settle_device(
     if any(names(pattern, kernel) for pattern in policy.matching(policy.deny, op.name)):
         return Verdict(kernel, "denied by policy", Cause.POLICY)
     if required and not any(names(pattern, kernel) for pattern in required):
-        return Verdict(kernel, f"the policy requires {', '.join(required)}", Cause.POLICY)
+        return Verdict(kernel, f"the policy wants {', '.join(required)}", Cause.POLICY)
     for wanted, trait in ((policy.deterministic, Trait.DETERMINISTIC), (policy.graph_safe, Trait.GRAPH_SAFE)):
         if wanted and trait not in kernel.traits:
             return Verdict(kernel, f"the policy asks for {trait}, which it does not declare", Cause.TRAIT)
     return Verdict(kernel)
-
-
-_probes: dict[tuple[Library, str, str, int], str | None] = {}
-_lock = threading.RLock()
-
-
-def probe_library(library: Library, device: DeviceInfo) -> str | None:
-    """Why ``library`` does not work on ``device``; None if it does. Remembered for the process."""
-    key = (library, device.vendor, device.type, device.index)
-    with _lock:
-        if key not in _probes:
-            try:
-                answer = load(library.probe)(device) if library.probe is not None else None
-                _probes[key] = None if answer is None else str(answer) or "its probe gave no reason"
-            except (Exception, SystemExit) as error:
-                _probes[key] = f"probing {library.name} raised {type(error).__name__}: {error}"
-        return _probes[key]
 
 
 def _settle_code(kernel: Kernel, device: DeviceInfo, op: Op[..., Any]) -> Verdict:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .check import FREE
 from .errors import PluginError, Unsupported
 from .fallback import Fallback
 from .frame import Trace, build_frame
@@ -39,13 +38,14 @@ def specialize(
     left: list[Loaded] = []
     refused: list[tuple[Kernel, str]] = []
     for loaded in chain:
-        reason = _refusal(op, loaded, arguments, fallback)
+        reason = static_refusal(op, loaded, arguments, fallback)
         if reason is not None:
             refused.append((loaded.kernel, reason))
             continue
         if not left:
             fallback.report(loaded.kernel, refused, "a layer", stacklevel=2)
-        left.append(replace(loaded, static=None))
+        # A validating frame keeps the static refusal, to catch calls that differ in what was settled here.
+        left.append(loaded if policy.validation else replace(loaded, static=None))
         if loaded.dynamic is None:
             break
     if not left:
@@ -56,7 +56,7 @@ def specialize(
     return build_frame(op, left, policy, trace, fallback)
 
 
-def _refusal(op: Op[..., Any], loaded: Loaded, arguments: dict[str, Any], fallback: Fallback) -> str | None:
+def static_refusal(op: Op[..., Any], loaded: Loaded, arguments: dict[str, Any], fallback: Fallback) -> str | None:
     """Why the kernel cannot take such calls. Its static refusal must say the same for any number of tokens."""
     layout = arguments.get("layout", PLAIN)
     if not loaded.kernel.accepts_layout(layout):
@@ -81,7 +81,7 @@ def _refusal(op: Op[..., Any], loaded: Loaded, arguments: dict[str, Any], fallba
 
 def _resized(op: Op[..., Any], arguments: dict[str, Any], size: int) -> dict[str, Any]:
     """The arguments on ``meta`` with every free dim set to ``size``."""
-    dims = {**op.checker.dims(arguments), **dict.fromkeys(FREE, size)}
+    dims = {**op.checker.dims(arguments), **dict.fromkeys(op.free, size)}
     resized = dict(arguments)
     for spec in op.checker.specs:
         x = arguments[spec.name]

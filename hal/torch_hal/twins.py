@@ -22,13 +22,18 @@ def with_twins(kernels: Iterable[Kernel], ops: dict[str, Op[..., Any]]) -> list[
         result.append(kernel)
         other = twin.get(kernel.op)
         if other and (kernel.plugin, kernel.name, other) not in served and Trait.TRACEABLE not in kernel.traits:
-            result.append(replace(kernel, op=other, derived_from=kernel.op))
+            result.append(replace(kernel, op=other, fake=None, derived_from=kernel.op))
     return result
 
 
 def load_run(kernel: Kernel, ops: dict[str, Op[..., Any]]) -> Callable[..., Any]:
-    """The kernel's callable, with the op's signature; for a derived kernel, the copying form."""
+    """The kernel's callable, with the op's signature; for a derived kernel, the copying form.
+
+    Its fake is imported too, so that a kernel which could not be compiled is refused like any other broken one.
+    """
     run = load(kernel.run)
+    if kernel.fake is not None:
+        load(kernel.fake)
     if kernel.derived_from is None:
         return run
     op = ops[kernel.op]

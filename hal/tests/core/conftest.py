@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from torch_hal import detect, plugins, selection
+from torch_hal import detect, plugins, probing
 from torch_hal.op import _OPS
 
 
 @pytest.fixture(autouse=True)
 def _restored(tmp_path: Path) -> Iterator[None]:
     """No plugin but what the test brings; afterwards registry, probes, declarations and modules as they were."""
-    caches = (plugins._registered, _OPS, detect._probed, selection._probes)
+    caches = (plugins._registered, _OPS, detect._probed, probing._answers)
     saved, current, modules = [dict(cache) for cache in caches], plugins._current, set(sys.modules)
     entry_points: Any = importlib.metadata.entry_points
 

@@ -42,7 +42,7 @@ def test_b07_require_never_falls_back_and_gives_every_reason() -> None:
         text = str(caught.value)
         assert f"the policy requires {wish}" in text
         assert "made for nvidia, the device is cpu" in text
-        assert "native: the policy requires" in text
+        assert "native: the policy wants" in text
         assert "library no_such_library is not installed" in text
         if wish in ("unsound", "acme"):
             assert "takes (x, eps), the op takes (x, weight, eps)" in text

@@ -100,6 +100,7 @@ def test_b20_an_op_whose_kernel_is_native_stays_fusible(validation: bool) -> Non
     assert namespaces <= {"aten", "prims"}
 
 
+@pytest.mark.filterwarnings("ignore::torch_hal.FallbackWarning")
 @pytest.mark.parametrize("validation", [True, False])
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("layer", [True, False])

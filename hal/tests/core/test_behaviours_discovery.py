@@ -203,12 +203,20 @@ def test_b06_two_distributions_with_one_name_are_an_error_naming_both(site: Path
     assert "TORCH_HAL_PLUGINS=-acme" in state_of("acme").error
 
 
-def test_b06_two_plugins_that_claim_one_device_are_named_with_the_setting() -> None:
-    for name in ("acme", "globex"):
-        device = hal.DeviceInfo(name, "xpu", probed=True)
-        hal.register(Offer(torch_hal_devices=lambda device=device: [device]), name)
-    with pytest.raises(hal.PluginError, match=r"'acme' and 'globex' both claim device xpu:0.*TORCH_HAL_PLUGINS=-acme"):
+def test_b06_two_plugins_that_claim_one_device_are_named_with_the_setting(site: Path) -> None:
+    source = """
+from torch_hal import DeviceInfo, hookimpl
+@hookimpl
+def torch_hal_devices():
+    yield DeviceInfo("acme", "xpu", probed=True)
+"""
+    write_distribution(site, "acme-hal", {"acme": "acme_hal"}, {"acme_hal": source})
+    hal.register(Offer(torch_hal_devices=lambda: [hal.DeviceInfo("globex", "xpu", probed=True)]), "globex")
+    advice = r"TORCH_HAL_PLUGINS=-acme or unregister\('globex'\)"
+    with pytest.raises(hal.PluginError, match=rf"'acme' and 'globex' both claim device xpu:0.*{advice}"):
         hal.bind("xpu:0")
+    hal.unregister("globex")
+    assert hal.bind("xpu:0").device.vendor == "acme"
 
 
 LISTING = """

@@ -75,7 +75,7 @@ def anything(*args: Any, **kwargs: Any) -> Tensor:
         ("acme_no_such_module:f", "acme_no_such_module"),
         ("torch:no_such_function", "no_such_function"),
         ("torch", "expected 'module:attribute'"),
-        (5, "5 is not a callable"),
+        ("math:pi", "3.14159.* is not a callable"),
     ],
 )
 def test_a_kernel_whose_signature_differs_is_refused_naming_the_difference(
@@ -96,7 +96,7 @@ def test_refusals_are_held_to_the_same_signature(scale: hal.Op[..., Any], part: 
 
 @pytest.mark.parametrize("part", ["prepare", "plan"])
 def test_an_op_without_prepare_or_plan_takes_no_kernel_with_one(scale: hal.Op[..., Any], part: str) -> None:
-    kernel: Any = {part: good}
+    kernel: Any = {part: good, "layout": "acme"}
     with pytest.raises(hal.PluginError, match=f"acme_scale has no {part}"):
         load_kernel(hal.Kernel("acme_scale", "acme", run=good, **kernel), scale)
 
@@ -108,10 +108,13 @@ def test_prepare_and_plan_are_held_to_their_own_signatures() -> None:
     def prepare(w: Tensor) -> list[Tensor]:
         return [w]
 
-    with pytest.raises(hal.PluginError, match=r"plan of mla_decode takes \(seq_lens, num_heads\), the op takes"):
-        load_kernel(hal.Kernel("mla_decode", "acme", run=hal.ops.mla_decode.reference, plan=plan), hal.ops.mla_decode)
-    with pytest.raises(hal.PluginError, match=r"prepare of linear takes \(w\), the op takes \(weight\)"):
-        load_kernel(hal.Kernel("linear", "acme", run=hal.ops.linear.reference, prepare=prepare), hal.ops.linear)
+    for op, part, takes in (
+        (hal.ops.mla_decode, {"plan": plan}, r"plan of mla_decode takes \(seq_lens, num_heads\), the op takes"),
+        (hal.ops.linear, {"prepare": prepare}, r"prepare of linear takes \(w\), the op takes \(weight\)"),
+    ):
+        kernel = hal.Kernel(op.name, "acme", run=op.reference, layout="acme", **part)  # type: ignore[arg-type]
+        with pytest.raises(hal.PluginError, match=takes):
+            load_kernel(kernel, op)
 
 
 def older(x: Tensor, by: float) -> Tensor:

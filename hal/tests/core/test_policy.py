@@ -100,7 +100,8 @@ def test_variables_say_what_code_says() -> None:
         "TORCH_HAL_VALIDATION": "0",
         "TORCH_HAL_TRACE": "true",
         "TORCH_HAL_FALLBACK": "error",
-        "TORCH_HAL_UNRELATED": "x",
+        "TORCH_HAL_PLUGINS": "x",
+        "OTHER": "x",
     }
     assert resolve(None, {"TORCH_HAL_PREFER": "*=a;*=b,c"}).prefer == {"*": ("a", "b", "c")}
     assert resolve(None, environ) == hal.Policy(

@@ -186,9 +186,9 @@ def test_an_explanation_says_for_every_candidate_chosen_or_why_not() -> None:
     expected = [
         ("denied", "refused", "denied by policy", "policy"),
         ("absent", "refused", "library no_such_library is not installed", "missing"),
-        ("choosy", "chosen", "", ""),
+        ("choosy", "chosen", "may refuse a call", ""),
         ("taker", "next", "", ""),
-        ("native", "behind", "", ""),
+        ("native", "behind", "kernels before it take every call", ""),
     ]
     data = json.loads(json.dumps(explanation.to_dict()))
     assert (data["op"], data["device"]) == ("rms_norm", "cpu")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +17,7 @@ from rich.console import Console
 
 import torch_hal as hal
 
+from ..errors import FATAL, describe
 from . import render, report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -40,12 +45,33 @@ def _options(
     pass
 
 
-def _show(data: Any, as_json: bool, draw: Any) -> None:
+def _show(report: Callable[[], Any], as_json: bool, draw: Callable[[Console, Any], None]) -> Any:
+    """Make a report and print it."""
+    with _stdout_kept_clean():
+        data = report()
     if as_json:
         typer.echo(json.dumps(data, indent=2))
     else:
         console = Console()
         draw(console if console.is_terminal else Console(width=max(console.width, 160)), data)
+    return data
+
+
+@contextlib.contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """What plugins, libraries and their child processes print while they load goes to stderr."""
+    if sys.stdout is None or sys.stderr is None:  # closed by the caller
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _elsewhere() -> None:
@@ -59,13 +85,13 @@ def devices(as_json: Json = False, probe: Probe = False, probe_here: Here = Fals
     """List the devices of this machine; no device is used unless you say --probe."""
     if probe:
         _elsewhere()
-    _show(report.devices(probe_here), as_json, render.devices)
+    _show(lambda: report.devices(probe_here), as_json, render.devices)
 
 
 @app.command()
 def ops(as_json: Json = False, device: Device = None) -> None:
     """List every op with its kernels and their state; with --device, as selection would judge them there."""
-    _show(report.ops(device), as_json, render.ops)
+    _show(lambda: report.ops(device), as_json, render.ops)
 
 
 @app.command()
@@ -80,7 +106,7 @@ def explain(
     """Say which kernel an op would run on a device, and why not the others."""
     wishes = {"prefer": prefer, "require": require, "deny": deny}
     policy = hal.Policy(**{field: {op: tuple(kernels)} for field, kernels in wishes.items() if kernels})
-    _show(hal.explain(op, device, policy).to_dict(), as_json, render.explanation)
+    _show(lambda: hal.explain(op, device, policy).to_dict(), as_json, render.explanation)
 
 
 @app.command()
@@ -93,24 +119,43 @@ def doctor(
     """Check plugins, devices and kernel libraries; exit code 1 if something is broken."""
     if probe:
         _elsewhere()
-    data = report.doctor(load, probe_here)
-    _show(data, as_json, render.doctor)
-    if data["problems"]:
+    if _show(lambda: report.doctor(load, probe_here), as_json, render.doctor)["problems"]:
         raise typer.Exit(1)
 
 
 def run() -> int:
-    """The whole command: commands of other distributions added, our own errors as one line and exit code 2."""
-    for entry in importlib.metadata.entry_points(group="torch_hal.commands"):
-        if entry.name not in {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}:
-            try:
-                app.command(entry.name)(entry.load())
-            except (Exception, SystemExit) as error:
-                reason = f"{type(error).__name__}: {error}"
-                typer.echo(f"torch-hal: command '{entry.name}' ({entry.value}) is left out: {reason}", err=True)
+    """The whole command: our own errors, and output that nobody takes, as one line at most and an exit code."""
+    _add_commands()
     try:
-        app(prog_name="torch-hal", standalone_mode=True)
+        try:
+            app(prog_name="torch-hal", standalone_mode=True)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except hal.HalError as error:
         typer.echo(f"torch-hal: {error}", err=True)
         return 2
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
+        if error.errno == errno.EPIPE:
+            return 1
+        typer.echo(f"torch-hal: cannot write: {os.strerror(error.errno)}", err=True)
+        return 2
     return 0
+
+
+def _add_commands() -> None:
+    """Commands of other distributions; a broken one stops no other."""
+    for entry in importlib.metadata.entry_points(group="torch_hal.commands"):
+        if entry.name not in {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}:
+            try:
+                with _stdout_kept_clean():
+                    command = entry.load()
+                app.command(entry.name)(command)
+            except FATAL:
+                raise
+            except BaseException as error:
+                reason = describe(error)
+                typer.echo(f"torch-hal: command '{entry.name}' ({entry.value}) is left out: {reason}", err=True)

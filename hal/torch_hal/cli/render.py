@@ -55,14 +55,8 @@ def ops(console: Console, report: list[dict[str, Any]]) -> None:
 
 
 def explanation(console: Console, report: Mapping[str, Any]) -> None:
-    rows = []
-    for kernel in report["kernels"]:
-        notes = [kernel["reason"]] if kernel["reason"] else []
-        notes += [f"copies around {kernel['derived_from']}"] if kernel["derived_from"] else []
-        notes += (
-            ["may refuse a call"] if "dynamic" in kernel["refusals"] and kernel["state"] in ("chosen", "next") else []
-        )
-        rows.append([kernel["state"], kernel["kernel"], kernel["plugin"], kernel["band"], "; ".join(notes)])
+    columns = ("state", "kernel", "plugin", "band", "reason")
+    rows = [[kernel[column] for column in columns] for kernel in report["kernels"]]
     console.print(_table(f"{report['op']} on {report['device']}", ["state", "kernel", "plugin", "band", "why"], rows))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from dataclasses import asdict
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 import torch_hal as hal
 
 from .. import detect, native, plugins
+from ..errors import FATAL, describe
 from ..kernel import Kernel, Library, by_name
 from ..loading import load_kernel
 from ..op import Op, declared
-from ..selection import probe_library
+from ..probing import probe_library
 from ..twins import with_twins
 
 
@@ -39,7 +41,7 @@ def _device(device: hal.DeviceInfo, probe: bool) -> dict[str, Any]:
 
 def ops(device: str | None) -> list[dict[str, Any]]:
     """Every op with its kernels and their state: on ``device`` if given, else as far as listing can tell."""
-    offered = by_name([*with_twins(plugins.discover().kernels, dict(declared())), *native.native_kernels()])
+    offered = by_name(_offered(plugins.discover()))
     present = hal.devices()
     rows = []
     for name, op in sorted(declared().items(), key=lambda item: (item[1].family, item[0])):
@@ -80,8 +82,14 @@ def _vendor(kernel: Kernel, device: hal.DeviceInfo) -> str | None:
 
 def doctor(load: bool, probe: bool) -> dict[str, Any]:
     """Everything that helps to say why something is not chosen."""
-    registry = plugins.discover()
-    problems = [f"plugin {p.name}: {p.error}" for p in registry.plugins if p.state == "broken"]
+    problems = []
+    try:
+        registry = plugins.discover()
+    except hal.PluginError as error:
+        problems.append(str(error))
+        registry = plugins.refresh(strict=False)
+    problems += [f"plugin {p.name}: {p.error}" for p in registry.plugins if p.state == "broken"]
+    problems += _policy(registry)
     report: dict[str, Any] = {
         "versions": {"torch_hal": hal.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("TORCH_HAL_")},
@@ -89,11 +97,7 @@ def doctor(load: bool, probe: bool) -> dict[str, Any]:
         "devices": [],
         "libraries": [],
     }
-    try:
-        report["devices"] = devices(probe)
-        report["libraries"] = _libraries(registry, probe)
-    except hal.HalError as error:
-        problems.append(f"devices: {error}")
+    problems += _inventory(report, registry, probe)
     problems += [f"device {d['device']}: {d['error']}" for d in report["devices"] if d["error"]]
     if load:
         failures = _load_all(registry)
@@ -101,6 +105,40 @@ def doctor(load: bool, probe: bool) -> dict[str, Any]:
         problems += [f"kernel {f['kernel']} of {f['op']}: {f['error']}" for f in failures]
     report["problems"] = problems
     return report
+
+
+def _inventory(report: dict[str, Any], registry: plugins.Registry, probe: bool) -> list[str]:
+    """Fill in devices and libraries; returns what plugins could not say of them."""
+    problems = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", hal.PluginWarning)
+        try:
+            report["devices"] = devices(probe)
+            report["libraries"] = _libraries(registry, probe)
+        except hal.HalError as error:
+            problems.append(f"devices: {error}")
+    for warning in caught:
+        if issubclass(warning.category, hal.PluginWarning):
+            problems.append(str(warning.message))
+        else:
+            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+    return list(dict.fromkeys(problems))
+
+
+def _policy(registry: plugins.Registry) -> list[str]:
+    """What is wrong with the policy that variables and file make, if anything."""
+    from ..policy import resolve
+
+    absent = {plugin.name: plugin.error for plugin in registry.plugins if plugin.state != "loaded"}
+    try:
+        resolve(None).check_patterns(declared(), _offered(registry), absent)
+    except hal.HalError as error:
+        return [str(error)]
+    return []
+
+
+def _offered(registry: plugins.Registry) -> list[Kernel]:
+    return [*with_twins(registry.kernels, dict(declared())), *native.native_kernels()]
 
 
 def _builtin() -> plugins.Plugin:
@@ -152,6 +190,8 @@ def _load_all(registry: plugins.Registry) -> list[dict[str, str]]:
             continue
         try:
             load_kernel(kernel, op)
-        except (Exception, SystemExit) as error:
-            failures.append({"op": kernel.op, "kernel": kernel.id, "error": f"{type(error).__name__}: {error}"})
+        except FATAL:
+            raise
+        except BaseException as error:
+            failures.append({"op": kernel.op, "kernel": kernel.id, "error": describe(error)})
     return failures

@@ -37,6 +37,7 @@ def _results(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
         "max_k >= 0": "max_k is a length",
     },
     fake=lambda q, k, v, *_, **__: _results(q, v.shape[-1]),
+    free=("Tq", "Tk", "offsets"),
     reduces="max(Dk, min(max_k, Tk))",
     flops="2 * Tq * min(max_k, Tk) * H * (Dk + Dv)",
     terms=lambda q, k, v, cu_q, cu_k, max_q, max_k, scale, causal: finite_terms(
@@ -143,6 +144,7 @@ def _mla_intermediate(
         "plan": torch.int32,
     },
     fake=lambda q_nope, *_, **__: _results(q_nope, q_nope.shape[-1]),
+    free=("B", "P", "pages"),
     reduces="max(L + R, P * page_size)",
     flops="2 * B * s * H * P * page_size * (2 * L + R)",
     traffic="(B * P * page_size * (L + R) + B * s * H * (2 * L + R)) * cache.element_size() + 4 * B * (s * H + P + 1)",

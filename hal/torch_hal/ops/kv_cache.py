@@ -17,6 +17,7 @@ from ..op import op
     shapes={"cache": "pages page_size L+R", "slots": "T", "c_kv": "T L", "k_pe": "T R"},
     dtypes={"cache": FLOAT, "slots": INDEX, "c_kv": "cache", "k_pe": "cache"},
     mutates=("cache",),
+    free=("T", "pages"),
     traffic="2 * T * (L + R) * cache.element_size() + T * slots.element_size()",
     fake=lambda *_, **__: None,
     contracts=Contracts(
@@ -58,6 +59,7 @@ def mla_kv_store(cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> No
     shapes={"cache": "pages page_size D", "slots": "N"},
     dtypes={"cache": FLOAT, "slots": INDEX},
     where={"0 < kv_lora_rank <= D": "kv_lora_rank is a part of the cache's row"},
+    free=("N", "pages"),
     traffic="2 * N * D * cache.element_size() + N * slots.element_size()",
     contracts=Contracts(
         C1_empties="N = 0 gives zero rows; a cache without pages gives zeros, for every slot is out of range.",

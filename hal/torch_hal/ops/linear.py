@@ -15,7 +15,12 @@ BLOCK = 128  # DeepSeek's quantisation block: 1×128 of activations, 128×128 of
 
 
 def _linear_terms(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.nn.functional.linear(wide(x).abs(), wide(weight).abs())
+    return _wide_linear(wide(x).abs(), wide(weight).abs())
+
+
+def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """In the wide type of ``x``, whatever the weight's."""
+    return torch.nn.functional.linear(wide(x), weight.to(wide(x).dtype))
 
 
 def prepare_linear(weight: Tensor) -> list[Tensor]:
@@ -53,7 +58,7 @@ def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
 
     x: [T, D] bf16/f16/f32, any strides; weight: [E, D], x's dtype or float32. Returns [T, E] float32.
     """
-    return torch.nn.functional.linear(wide(x), wide(weight))
+    return _wide_linear(x, weight)
 
 
 @op(

@@ -60,10 +60,23 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     return narrow(_normalise(s, weight, eps), x), narrow(s, x)
 
 
+def _apart(x: Tensor, residual: Tensor) -> bool:
+    """Whether they begin at different places, as far as that is known: tracers' stand-ins lie nowhere."""
+    if torch.compiler.is_compiling() or x.is_meta or x.numel() == 0:
+        return True
+    try:
+        return x.data_ptr() != residual.data_ptr()
+    except RuntimeError:  # a fake tensor
+        return x is not residual
+
+
 @op(
     shapes={"x": "... D", "residual": "... D", "weight": "D"},
     dtypes={"x": FLOAT, "residual": "x", "weight": ("x", torch.float32)},
-    where={"x.shape == residual.shape": "x and residual have one shape"},
+    where={
+        "x.shape == residual.shape": "x and residual have one shape",
+        "_apart(x, residual)": "x and residual, which are both written, in different memory",
+    },
     mutates=("x", "residual"),
     twin_of="fused_add_rms_norm",
     terms=_add_terms,
