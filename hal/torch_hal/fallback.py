@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import FallbackWarning, Unsupported
+from .errors import FallbackWarning, Unsupported, describe
 from .kernel import Kernel
 from .native import NATIVE
 from .op import Op
@@ -32,7 +32,7 @@ class Fallback:
 
         if any(names(pattern, kernel) for pattern in self.policy.matching(self.policy.require, self.op.name)):
             raise error
-        return f"{_RAISED}{type(error).__name__}: {error}"
+        return f"{_RAISED}{describe(error)}"
 
     def report(self, kernel: Kernel, refused: Sequence[tuple[Kernel, str]], what: str, stacklevel: int) -> None:
         """Warn once when ``what`` (a call, a layer) reaches the reference, or gets past what the user prefers or a

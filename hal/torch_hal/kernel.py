@@ -204,7 +204,7 @@ def _by_identity(target: Any) -> Any:
     if not by_value or not callable(target) or isinstance(target, (type, types.MethodType, types.BuiltinMethodType)):
         return target
 
-    @functools.wraps(target, updated=())
+    @functools.wraps(target.__call__, updated=())  # inspecting the object itself would compare it
     def call(*args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
 

@@ -279,9 +279,13 @@ def _broken(name: str, origin: str, error: BaseException) -> Plugin:
 
 def plugin_devices(plugin: Plugin) -> list[DeviceInfo]:
     """The devices that a plugin names; an exception there counts as none, with a warning."""
+    with no_return(("devices", plugin.name), "torch_hal_devices binds, or lists devices, itself"):
+        return _plugin_devices(plugin)
+
+
+def _plugin_devices(plugin: Plugin) -> list[DeviceInfo]:
     try:
-        with no_return(("devices", plugin.name), "torch_hal_devices binds, or lists devices, itself"):
-            found = [device for batch in plugin.hooks.torch_hal_devices() for device in batch]
+        found = [device for batch in plugin.hooks.torch_hal_devices() for device in batch]
         if strange := [device for device in found if not isinstance(device, DeviceInfo)]:
             raise TypeError(f"torch_hal_devices gave {strange[0]!r}, expected a DeviceInfo")
         if any(device.type == "cpu" for device in found):
@@ -296,7 +300,7 @@ def plugin_devices(plugin: Plugin) -> list[DeviceInfo]:
             f"plugin '{plugin.name}' could not list its devices: {describe(error)}. "
             f"To leave it out: {leave_out(plugin)}",
             PluginWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return []
 

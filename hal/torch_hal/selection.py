@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .device import DeviceInfo
-from .errors import Unsupported
+from .errors import FATAL, Unsupported, describe
 from .kernel import Kernel, Library, Trait
 from .loading import Loaded, load_kernel
 from .op import PLAIN, Op
@@ -167,7 +167,7 @@ def _settle_device(
             else None
         )
     except Exception as error:
-        return Verdict(kernel, f"its requirements raised {type(error).__name__}: {error}", Cause.BROKEN)
+        return Verdict(kernel, f"its requirements raised {describe(error)}", Cause.BROKEN)
     if reason is not None:
         foreign = kernel.requires.vendor not in (None, device.vendor)
         return Verdict(kernel, reason, Cause.DEVICE if foreign else Cause.ARCH)
@@ -190,8 +190,10 @@ def _settle_code(kernel: Kernel, device: DeviceInfo, op: Op[..., Any]) -> Verdic
         return Verdict(kernel, reason, Cause.BROKEN)
     try:
         loaded = load_kernel(kernel, op)
-    except (Exception, SystemExit) as error:
-        return Verdict(kernel, f"loading it raised {type(error).__name__}: {error}", Cause.BROKEN)
+    except FATAL:
+        raise
+    except BaseException as error:
+        return Verdict(kernel, f"loading it raised {describe(error)}", Cause.BROKEN)
     return Verdict(kernel, loaded=loaded)
 
 

@@ -248,6 +248,71 @@ def test_colour_is_never_needed_and_can_be_turned_off(
     assert bool(re.search(r"\x1b\[(\d+;)*[349]\d[;m]", out)) is coloured
 
 
+def run_in(shell: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A shell command in which ``$hal`` is the command."""
+    path = os.pathsep.join(filter(None, sys.path))
+    variables = {"hal": f"{sys.executable} -m torch_hal", "PYTHONPATH": path, **variables}
+    return run("-c", f"import subprocess, sys; sys.exit(subprocess.call(['bash', '-c', {shell!r}]))", **variables)
+
+
+def test_output_that_nobody_takes_is_no_traceback() -> None:
+    full = run_in("$hal ops --json > /dev/full")
+    assert (full.returncode, full.stderr) == (2, "torch-hal: cannot write: No space left on device\n")
+    read_a_byte = run_in("set -o pipefail; $hal ops --json | head -c1")
+    assert read_a_byte.returncode in (0, 1) and (read_a_byte.stdout, read_a_byte.stderr) == ("[", "")
+    read_nothing = run_in("set -o pipefail; $hal ops --json | exec true")
+    assert (read_nothing.returncode, read_nothing.stderr) == (1, "")
+    closed = run_in("$hal ops --json >&-")
+    assert closed.returncode in (0, 2) and "Traceback" not in closed.stderr
+
+
+def test_what_a_plugin_prints_does_not_reach_the_report(tmp_path: Path) -> None:
+    plugin = """
+import os
+from torch_hal import hookimpl
+print("printed at import")
+os.system("echo printed by a child")
+
+@hookimpl
+def torch_hal_kernels():
+    print("printed by a hook")
+    return []
+"""
+    write_distribution(tmp_path, "acme-hal", {"acme": "acme_hal"}, {"acme_hal": plugin})
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = run("-m", "torch_hal", "doctor", "--json", PYTHONPATH=path)
+    assert "acme" in [plugin["name"] for plugin in json.loads(done.stdout)["plugins"]]
+    assert all(f"printed {where}" in done.stderr for where in ("at import", "by a child", "by a hook"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "problem"),
+    [
+        ("TORCH_HAL_PLUGINS", "acem", "TORCH_HAL_PLUGINS names acem; installed plugins are: acme"),
+        ("TORCH_HAL_REQUIRE", "rms_norm", "policy: require: Value error, 'rms_norm': expected"),
+        ("TORCH_HAL_REQUIRE", "rms_norm=fsat", "policy.require['rms_norm']: 'fsat' matches no kernel"),
+        ("TORCH_HAL_POLICY", "no_such.toml", "TORCH_HAL_POLICY=no_such.toml: [Errno 2] No such file"),
+    ],
+)
+def test_doctor_reports_settings_that_cannot_be_followed_and_goes_on(
+    cli: Cli, site: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, problem: str
+) -> None:
+    write_acme(site)
+    monkeypatch.setenv(variable, value)
+    code, out, _ = cli("doctor", "--json")
+    report = json.loads(out)
+    assert code == 1 and len(report["problems"]) == 1 and problem in report["problems"][0]
+    assert [d["device"] for d in report["devices"]] == ["cpu"]
+    assert {"acme", "native"} <= {p["name"] for p in report["plugins"]}
+
+
+def test_doctor_reports_plugins_that_cannot_list_their_devices(cli: Cli) -> None:
+    hal.register(Offer(torch_hal_devices=lambda: [hal.DeviceInfo("acme", "xpu", name=b"A")]), "acme")  # type: ignore[arg-type]
+    code, out, _ = cli("doctor", "--json", "--load")
+    [problem] = json.loads(out)["problems"]
+    assert code == 1 and "plugin 'acme' could not list its devices" in problem and "field 'name'" in problem
+
+
 def test_without_the_cli_extra_the_command_says_what_to_install() -> None:
     code = "import sys; sys.modules['typer'] = None; from torch_hal.cli import main; sys.exit(main())"
     done = run("-c", code, "devices")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 import torch_hal as hal
 from torch_hal.compile import torch_op_name
 
-from .helpers import H200, Offer, rms_norm_arguments, rms_norm_kernel
+from .helpers import H200, Offer, collected, rms_norm_arguments, rms_norm_kernel
 
 
 def shifted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -150,6 +151,62 @@ def test_a_kernels_own_fake_is_used_where_it_has_one() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, w: ops.linear(x, w, "wide40") + 1, fullgraph=True, backend="aot_eager")
     assert compiled(torch.ones(2, 4), torch.ones(7)).shape == (2, 40)
+
+
+def test_a_fake_may_be_in_a_module_that_binds(site: Path) -> None:
+    source = (
+        "import torch_hal\nops = torch_hal.bind('cpu')\ndef fake(x, weight, eps):\n    return x.new_empty(x.shape)\n"
+    )
+    (site / "acme_fake.py").write_text(source)
+    kernel = rms_norm_kernel("fake_binds", fake="acme_fake:fake")
+    hal.register(Offer(kernel), "acme")
+    with collected():  # in which this kernel is not to be had yet
+        assert hal.bind("cpu").rms_norm.kernel.name == "fake_binds"
+    hal.unregister("acme")
+    hal.register(Offer(rms_norm_kernel("fake_gone", fake="acme_fake:gone")), "acme")
+    with pytest.warns(hal.FallbackWarning, match="has no attribute 'gone'"):
+        assert hal.bind("cpu").rms_norm.kernel.id == "native"
+
+
+def test_a_callable_that_is_two_kernels_has_an_op_for_each() -> None:
+    def run(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.full_like(x, 3.0)
+
+    hal.register(Offer(*(rms_norm_kernel(name, run=run) for name in ("twice_a", "twice_b"))), "acme")
+    for _ in range(2):
+        sets = [hal.bind("cpu", hal.Policy(require={"rms_norm": name})) for name in ("twice_a", "twice_b")]
+        names = [op_of(ops, "rms_norm").name() for ops in sets]
+        assert names == ["torch_hal::rms_norm__twice_a", "torch_hal::rms_norm__twice_b"]
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm_"])
+def test_a_gradient_never_vanishes_in_an_opaque_kernel(name: str) -> None:
+    kernels = {"rms_norm": shifted, "fused_add_rms_norm_": in_place}
+    hal.register(Offer(*(hal.Kernel(op, "no_gradient", run) for op, run in kernels.items())), "acme")
+    ops: Any = hal.bind("cpu")
+
+    def step(x: Tensor) -> Tensor:
+        x = x * 2
+        return ops.rms_norm(x, weight, 1e-6) if name == "rms_norm" else add(x)
+
+    def add(x: Tensor) -> Tensor:
+        ops.fused_add_rms_norm_(x, torch.zeros_like(x), weight, 1e-6)
+        return x
+
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8)
+    assert step(x).requires_grad  # as eager calls of a kernel that is made of torch ops do
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    message = f"{name}: kernel 'acme.no_gradient' has no gradient under torch.compile"
+    with pytest.raises(Exception, match=message):
+        compiled(x)
+    with pytest.raises(NotImplementedError, match=message):
+        arguments = (x * 2, weight) if name == "rms_norm" else (x * 2, torch.zeros(3, 8), weight)
+        op_of(ops, name)(*arguments, 1e-6)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert not compiled(x).requires_grad
+    assert not compiled(x.detach()).requires_grad
 
 
 def test_ops_are_registered_for_the_devices_own_dispatch_key_when_they_are_bound() -> None:

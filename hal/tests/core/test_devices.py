@@ -137,6 +137,8 @@ def test_the_setting_that_names_a_device_is_held_to_it(monkeypatch: pytest.Monke
         (lambda device: sys.exit("no licence"), "SystemExit: no licence"),
         (lambda device: "an H100", "AttributeError"),
         (lambda device: replace(device, index=1, probed=True), "gave xpu:1, another device"),
+        (lambda device: hal.bind("xpu:0").device, "torch_hal_probe binds or explains xpu:0"),
+        (lambda device: hal.explain("rms_norm", device).device, "torch_hal_probe binds or explains xpu:0"),
     ],
 )
 def test_a_probe_that_fails_is_the_cause_and_may_be_tried_again(probe: Callable[[Any], Any], reason: str) -> None:
@@ -162,6 +164,39 @@ def test_a_type_that_torch_does_not_know_yet_can_be_listed_asked_for_and_probed(
     hal.register(Offer(torch_hal_devices=lambda: [hal.DeviceInfo("acme", "acmeware")], torch_hal_probe=probe), "acme")
     assert [str(device) for device in hal.devices()][-1] == "acmeware:0"
     assert hal.explain("rms_norm", "acmeware").device.arch == "ac_20"
+
+
+def test_a_device_that_torch_does_not_know_even_after_the_probe_is_unavailable() -> None:
+    hal.register(Offer(torch_hal_devices=lambda: [hal.DeviceInfo("acme", "acmeware", 3, probed=True)]), "acme")
+    for device in ("acmeware:3", None):
+        with pytest.raises(hal.DeviceUnavailable, match="device acmeware:3: torch does not know it: RuntimeError"):
+            hal.bind(device)
+    assert str(hal.bind("cpu").device) == "cpu"
+
+
+def test_a_probe_may_bind_the_host() -> None:
+    def probe(device: hal.DeviceInfo) -> hal.DeviceInfo:
+        return replace(device, name=hal.bind("cpu").rms_norm.kernel.id, probed=True)
+
+    hal.register(Offer(torch_hal_devices=lambda: [acme(0)], torch_hal_probe=probe), "acme")
+    assert hal.bind("xpu:0").device.name == "native"
+
+
+def test_a_diagnosis_that_asks_for_the_device_itself_is_named() -> None:
+    hal.register(Offer(torch_hal_diagnose=lambda device_type: str(hal.bind(device_type))), "acme")
+    with pytest.raises(hal.DeviceUnavailable, match="torch_hal_diagnose binds what it is asked about"):
+        hal.bind("xpu:0")
+
+
+def test_a_librarys_probe_that_binds_does_not_wait_for_itself() -> None:
+    def probe(device: hal.DeviceInfo) -> str | None:
+        with collected():
+            return f"without it {hal.bind(device).rms_norm.kernel.id} would run"
+
+    kernel = rms_norm_kernel(requires=hal.Requires(library=hal.Library("torch", probe=probe)))
+    hal.register(Offer(kernel), "acme")
+    with pytest.warns(hal.FallbackWarning, match="acme: without it native would run"):
+        hal.bind("cpu")
 
 
 def test_an_emulated_device_can_be_bound_without_its_hardware() -> None:

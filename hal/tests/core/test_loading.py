@@ -108,13 +108,13 @@ def test_prepare_and_plan_are_held_to_their_own_signatures() -> None:
     def prepare(w: Tensor) -> list[Tensor]:
         return [w]
 
-    for op, part, takes in (
+    for declared, part, takes in (
         (hal.ops.mla_decode, {"plan": plan}, r"plan of mla_decode takes \(seq_lens, num_heads\), the op takes"),
         (hal.ops.linear, {"prepare": prepare}, r"prepare of linear takes \(w\), the op takes \(weight\)"),
     ):
-        kernel = hal.Kernel(op.name, "acme", run=op.reference, layout="acme", **part)  # type: ignore[arg-type]
+        kernel = hal.Kernel(declared.name, "acme", run=declared.reference, layout="acme", **part)  # type: ignore[arg-type]
         with pytest.raises(hal.PluginError, match=takes):
-            load_kernel(kernel, op)
+            load_kernel(kernel, declared)
 
 
 def older(x: Tensor, by: float) -> Tensor:

@@ -153,6 +153,66 @@ def test_kernels_come_by_plugin_name_and_then_in_yield_order() -> None:
     assert ours == ["acme.z", "acme.y", "globex.b", "globex.a"]
 
 
+class Mute(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raise_mute() -> Any:
+    raise Mute
+
+
+MUTE = """
+class Mute({base}):
+    def __str__(self):
+        raise RuntimeError("no text")
+"""
+
+
+@pytest.mark.parametrize("body", ["raise Mute", "@hookimpl\ndef torch_hal_kernels(): raise Mute"])
+@pytest.mark.parametrize("base", ["Exception", "BaseException"])
+def test_any_exception_is_isolated_and_described(site: Path, base: str, body: str) -> None:
+    plugin = installed(site, MUTE.format(base=base) + body)
+    assert plugin.state == "broken" and plugin.error == "Mute (whose text raised RuntimeError)"
+    assert "acme_hal" in plugin.detail
+    assert hal.bind("cpu").rms_norm.kernel.id == "native"
+
+
+def test_a_skip_of_pytests_is_isolated_and_a_message_takes_one_line(site: Path) -> None:
+    plugin = installed(site, "import pytest\npytest.skip('no\\n  driver', allow_module_level=True)")
+    assert (plugin.state, plugin.error) == ("broken", "Skipped: no driver")
+
+
+@pytest.mark.parametrize("fatal", ["KeyboardInterrupt", "GeneratorExit", "MemoryError"])
+def test_what_is_not_the_plugins_own_is_not_caught_and_leaves_nothing_behind(site: Path, fatal: str) -> None:
+    body = """
+import torch
+from torch_hal import op
+
+@op(shapes={"x": "T D"}, dtypes={})
+def acme_interrupted(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+raise """
+    write_distribution(site, "acme-hal", {"acme": "acme_hal"}, {"acme_hal": PLUGIN.format(body=body + fatal)})
+    with pytest.raises(BaseException) as raised:
+        hal.refresh()
+    assert type(raised.value).__name__ == fatal
+    assert "acme_interrupted" not in declared()
+
+
+@pytest.mark.parametrize("call", ["bind('cpu')", "devices()", "explain('rms_norm')", "refresh()"])
+@pytest.mark.parametrize("place", ["{}", "@hookimpl\ndef torch_hal_kernels(): {}"])
+def test_a_plugin_that_binds_while_plugins_load_is_told_so(site: Path, place: str, call: str) -> None:
+    plugin = installed(site, "import torch_hal\n" + place.format(f"torch_hal.{call}"))
+    assert "PluginError: plugins are being loaded: do not bind" in plugin.error
+    with pytest.raises(hal.PluginError, match="plugins are being loaded"):
+        hal.register(Offer(torch_hal_kernels=lambda: [hal.bind("cpu").rms_norm.kernel]), "globex")
+    assert hal.bind("cpu").rms_norm.kernel.id == "native"
+
+
 def listing(devices: Callable[[], Any]) -> list[str]:
     hal.register(Offer(torch_hal_devices=devices), "acme")
     return [str(device) for device in hal.devices()]
@@ -169,19 +229,28 @@ def raise_driver_error() -> None:
         (lambda: sys.exit(3), "SystemExit: 3"),
         (lambda: ["cuda:0"], "torch_hal_devices gave 'cuda:0', expected a DeviceInfo"),
         (lambda: 5, "'int' object is not iterable"),
+        (lambda: [hal.DeviceInfo("acme", "xpu", -1)], "an index from 0 up"),
+        (lambda: [hal.DeviceInfo("acme", "xpu")] * 2, "names xpu:0 twice"),
+        (lambda: [hal.DeviceInfo("acme", "cpu")], r"claims the host.*unregister\('acme'\)"),
+        (lambda: [str(d) for d in hal.devices()], "torch_hal_devices binds, or lists devices, itself"),
+        (lambda: raise_mute(), r"Mute \(whose text raised RuntimeError\)"),
     ],
 )
 def test_a_plugin_that_cannot_list_its_devices_has_none_and_is_named(devices: Callable[[], Any], reason: str) -> None:
     with pytest.warns(hal.PluginWarning, match=f"plugin 'acme' could not list its devices.*{reason}"):
         found = listing(devices)
-    assert found[0] == "cpu"
+    assert found == ["cpu"]
     with collected():
         assert hal.bind("cpu").device.vendor == "cpu"
+        assert hal.bind().device.vendor == "cpu"
 
 
-def test_a_hook_that_returns_none_offers_nothing() -> None:
+def test_a_hook_that_returns_none_offers_nothing_and_is_noted() -> None:
     hal.register(Offer(torch_hal_kernels=lambda: None, torch_hal_devices=lambda: None), "acme")
     assert state_of("acme").kernels == ()
+    assert "torch_hal_kernels returned None" in state_of("acme").notes[0]
+    hal.register(Offer(torch_hal_kernels=lambda: ()), "globex")
+    assert state_of("globex").notes == ()
     assert listing_of_the_host() == ["cpu"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -107,3 +108,66 @@ if child == 0:
 print(os.waitpid(child, 0)[1])
 """
     assert run_python(code).strip() == "0"
+
+
+def test_a_child_forked_while_other_threads_bind_and_probe_hangs_on_no_lock(run_python: Callable[..., str]) -> None:
+    code = """
+import os, signal, threading, warnings
+warnings.simplefilter("ignore")
+import torch_hal as hal
+from torch_hal.lock import LOCK, no_return
+
+class Acme:
+    @hal.hookimpl
+    def torch_hal_devices(self):
+        return [hal.DeviceInfo("acme", "xpu")]
+
+    @hal.hookimpl
+    def torch_hal_probe(self, device):
+        return device
+
+    @hal.hookimpl
+    def torch_hal_kernels(self):
+        library = hal.Library("torch", probe=lambda device: None)
+        run = lambda x, weight, eps: x
+        return [hal.Kernel("rms_norm", "forked", run, requires=hal.Requires(library=library))]
+
+hal.register(Acme(), "acme")
+held, done = threading.Event(), threading.Event()
+
+def hold():
+    with LOCK, no_return("discovery", "busy"):
+        held.set()
+        done.wait()
+
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    hal.refresh()
+    hal.devices()
+    names = [hal.bind(device).rms_norm.kernel.name for device in ("cpu", "xpu")]
+    os._exit(0 if names == ["forked", "forked"] else 1)
+print(os.waitpid(child, 0)[1])
+done.set()
+with LOCK:  # the parent's still works, and a child that holds it keeps it
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        hal.refresh()
+if child == 0:
+    with LOCK:
+        os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+    assert run_python(code).split() == ["0", "0"]
+
+
+def test_no_module_has_a_lock_of_its_own() -> None:
+    """It would hang a forked child, and could be taken in the other order."""
+    kinds = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
+    modules = {name: module for name, module in sys.modules.items() if name.startswith("torch_hal.")}
+    assert [
+        (m, n) for m, module in modules.items() for n, value in vars(module).items() if isinstance(value, kinds)
+    ] == []

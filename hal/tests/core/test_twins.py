@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_hal as hal
 
@@ -98,3 +100,40 @@ def test_an_unsound_twin_is_refused_with_its_reason() -> None:
     with pytest.warns(hal.FallbackWarning, match=r"takes \(x, weight, eps\), the op takes \(x, residual, "):
         ops = hal.bind("cpu")
     assert ops.fused_add_rms_norm.kernel.id == ops.fused_add_rms_norm_.kernel.id == "native"
+
+
+@pytest.mark.parametrize("layer", [False, True])
+def test_an_in_place_op_refuses_one_tensor_for_both_places(layer: bool) -> None:
+    hal.register(Offer(kernel("fused_add_rms_norm_", in_place)), "acme")
+    weight, buffer = torch.ones(4), torch.ones(3, 8)
+    for policy in (None, hal.Policy(require={"fused_add_rms_norm_": "native"})):
+        call: Any = hal.bind("cpu", policy).fused_add_rms_norm_
+        if layer:
+            call = call.specialize(*(torch.empty(1, 4, device="meta") for _ in range(2)), weight.to("meta"), 1e-6)
+        for x, residual in ((buffer[:, :4],) * 2, (buffer[:, ::2], buffer[:, :4])):
+            with pytest.raises(hal.ArgumentError, match=r"fused_add_rms_norm_: .*in different memory"):
+                call(x, residual, weight, 1e-6)
+        assert (buffer == 1).all()
+        call(torch.empty(0, 4), torch.empty(0, 4), weight, 1e-6)  # lie nowhere
+        call(buffer.clone()[:, :4], buffer.clone()[:, 4:], weight, 1e-6)
+
+
+def test_tracers_see_no_overlap_where_stand_ins_lie_nowhere() -> None:
+    ops, weight = hal.bind("cpu"), torch.ones(4)
+
+    def step(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        ops.fused_add_rms_norm_(x, residual, weight, 1e-6)
+        return x
+
+    def pair() -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ones(2, 4), torch.ones(2, 4), weight
+
+    expected = step(*pair())
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="aot_eager")(*pair()), expected)
+    torch.testing.assert_close(make_fx(step, tracing_mode="fake")(*pair())(*pair()), expected)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(value) for value in pair()]
+        assert step(*fake).shape == (2, 4)
+        with pytest.raises(hal.ArgumentError, match="in different memory"):
+            step(fake[0], fake[0], fake[2])
