@@ -33,6 +33,8 @@ def demo(session: nox.Session) -> None:
     """Devices, kernels with the reasons for each choice, and a small DeepSeek that generates."""
     ensure_dev(session)
     run(session, DEV, "python", "-m", "torch_hal_deepseek.demo", *session.posargs)
+    if not session.posargs:
+        run(session, DEV, "python", "-m", "austen.evaluate", "--bytes", "4096")
 
 
 @nox.session

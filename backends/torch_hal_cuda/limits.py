@@ -63,7 +63,12 @@ def fused_add_rms_norm_dynamic(x: Tensor, residual: Tensor, weight: Tensor, eps:
 
 
 def group_quant_static(
-    x: Tensor, group_size: int, fp8: str = "e4m3fn", scale_layout: str = "row_f32", eps: float = 1e-10
+    x: Tensor,
+    group_size: int,
+    fp8: str = "e4m3fn",
+    scale_layout: str = "row_f32",
+    eps: float = 1e-10,
+    ue8m0: bool = False,
 ) -> str | None:
     if x.dtype not in HALF:
         return f"x is {x.dtype}: takes bfloat16 and float16"
@@ -75,13 +80,20 @@ def group_quant_static(
         return f"eps = {eps}: built with 1e-10"
     if scale_layout not in ("row_f32", "mn_f32_tma"):
         return f"scale_layout = {scale_layout!r}: writes row_f32 and mn_f32_tma"
+    if ue8m0:
+        return "ue8m0: its codes are quantised with another scale than the rounded one that it stores"
     if scale_layout == "mn_f32_tma" and x.dim() != 2:
         return f"x has {x.dim()} dimensions: writes mn_f32_tma for a matrix"
     return None
 
 
 def group_quant_dynamic(
-    x: Tensor, group_size: int, fp8: str = "e4m3fn", scale_layout: str = "row_f32", eps: float = 1e-10
+    x: Tensor,
+    group_size: int,
+    fp8: str = "e4m3fn",
+    scale_layout: str = "row_f32",
+    eps: float = 1e-10,
+    ue8m0: bool = False,
 ) -> str | None:
     if not x.is_contiguous():
         return f"x has strides {x.stride()}: takes contiguous tensors"

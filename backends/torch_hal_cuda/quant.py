@@ -13,7 +13,12 @@ _LARGEST = 448.0
 
 
 def per_token_group_quant_fp8(
-    x: Tensor, group_size: int, fp8: str = "e4m3fn", scale_layout: str = "row_f32", eps: float = 1e-10
+    x: Tensor,
+    group_size: int,
+    fp8: str = "e4m3fn",
+    scale_layout: str = "row_f32",
+    eps: float = 1e-10,
+    ue8m0: bool = False,
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     rows, groups = x.numel() // max(width, 1), width // group_size

@@ -10,14 +10,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 UNIT_ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+MIDDLE_ROUNDOFF = {**UNIT_ROUNDOFF, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).eps / 2}
 DTYPES = tuple(UNIT_ROUNDOFF)
 
 
 def assert_within(
-    actual: Tensor, exact: Tensor, terms: Tensor, length: int = 1, rounds: int = 1, middle: Tensor | None = None
+    actual: Tensor,
+    exact: Tensor,
+    terms: Tensor,
+    length: int = 1,
+    rounds: int = 1,
+    middle: Tensor | None = None,
+    middle_dtype: torch.dtype | None = None,
 ) -> None:
     """|y − y*| ≤ max(r·u_out·|y*|, r·η_out) + 4·√k·u_acc·S + 4·u_mid·T, for k float32 terms whose absolute values sum
-    to S, and intermediates rounded to y's dtype whose contributions have the 2-norm T.
+    to S, and intermediates rounded to y's dtype, or to ``middle_dtype``, whose contributions have the 2-norm T.
     """
     assert exact.dtype == torch.float64 and actual.shape == exact.shape
     info = torch.finfo(actual.dtype)
@@ -25,7 +32,7 @@ def assert_within(
     rounding = (rounds * UNIT_ROUNDOFF[actual.dtype] * exact.abs()).clamp(min=rounds * half_subnormal)
     bound = rounding + 4 * length**0.5 * UNIT_ROUNDOFF[torch.float32] * terms
     if middle is not None:
-        bound += 4 * UNIT_ROUNDOFF[actual.dtype] * middle
+        bound += 4 * MIDDLE_ROUNDOFF[middle_dtype or actual.dtype] * middle
     excess = (actual.double() - exact).abs() / bound
     assert excess.isfinite().all() and (excess <= 1).all(), f"{excess.max().item():.3g} times the bound"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 
@@ -28,6 +29,7 @@ def encode(value: float, kind: str) -> int:
         return 0x7F if kind == "e4m3fn" else 0x80
     table = _magnitudes(kind)
     magnitude = min(abs(value), table[-1])
-    code = min(range(len(table)), key=lambda c: (abs(table[c] - magnitude), c & 1))
+    above = bisect.bisect_left(table, magnitude)  # the least code whose value is not below
+    code = min(range(max(above - 1, 0), above + 1), key=lambda c: (abs(table[c] - magnitude), c & 1))
     negative = math.copysign(1, value) < 0 and (code > 0 or kind == "e4m3fn")
     return code | 0x80 if negative else code

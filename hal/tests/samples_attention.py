@@ -1,4 +1,4 @@
-"""Sample calls of the cache and attention ops: small, with strided views, empties and sentinels where they may be."""
+"""Sample calls of the cache, attention and bitmask ops: small, with strided views, empties and sentinels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+
+from torch_hal.kv_formats import KV_FORMATS
+from torch_hal.ops.kv_cache import mla_kv_store_fp8 as store_fp8
 
 L, R = 512, 64  # kv_lora_rank, qk_rope_head_dim: a row of the cache is 576 wide
 NOPE, VALUE = 32, 24
@@ -21,6 +24,18 @@ def normal(generator: Generator, dtype: torch.dtype, *shape: int) -> Tensor:
 
 def integers(values: list[int], generator: Generator, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=generator.device)
+
+
+def mha_kv_store(generator: Generator, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
+    store, kv = mla_kv_store(generator, dtype, tokens), normal(generator, dtype, tokens, HEADS, NOPE + VALUE)
+    pages = store["cache"].shape[0]
+    return {
+        "k_cache": normal(generator, dtype, pages, PAGE_SIZE, HEADS, NOPE),
+        "v_cache": normal(generator, dtype, pages, PAGE_SIZE, HEADS, VALUE),
+        "slots": store["slots"],
+        "k": kv[..., :NOPE],
+        "v": kv[..., NOPE:],
+    }
 
 
 def mla_kv_store(generator: Generator, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
@@ -40,6 +55,26 @@ def mla_kv_store(generator: Generator, dtype: torch.dtype, tokens: int) -> dict[
 def mla_kv_gather(generator: Generator, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
     store = mla_kv_store(generator, dtype, tokens)
     return {"cache": store["cache"], "slots": store["slots"].to(torch.int32), "kv_lora_rank": L}
+
+
+def quantised(rows: Tensor, kv_format: str) -> Tensor:
+    """A cache [pages, page_size, W] of the rows [pages, page_size, L + R]."""
+    pages, page_size, _ = rows.shape
+    cache = torch.zeros(pages, page_size, KV_FORMATS[kv_format].row_bytes(L, R), dtype=torch.uint8, device=rows.device)
+    cache, rows = cache.view(torch.float8_e4m3fn), rows.flatten(0, 1)
+    slots = torch.arange(pages * page_size, device=rows.device)
+    store_fp8(cache, slots, rows[:, :L], rows[:, L:], kv_format)
+    return cache
+
+
+def mla_kv_store_fp8(generator: Generator, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
+    store = mla_kv_store(generator, dtype, tokens)
+    return {**store, "cache": quantised(store["cache"], "ds_mla"), "kv_format": "ds_mla"}
+
+
+def mla_kv_gather_fp8(generator: Generator, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
+    gather = mla_kv_gather(generator, dtype, tokens)
+    return {**gather, "cache": quantised(gather["cache"], "ds_mla"), "kv_format": "ds_mla", "out_dtype": dtype}
 
 
 def mha_varlen(generator: Generator, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
@@ -81,6 +116,11 @@ def mla_decode(generator: Generator, dtype: torch.dtype, sequences: int) -> dict
     }
 
 
+def mla_decode_fp8(generator: Generator, dtype: torch.dtype, sequences: int) -> dict[str, Any]:
+    decode = mla_decode(generator, dtype, sequences)
+    return {**decode, "cache": quantised(decode["cache"], "ds_mla"), "kv_format": "ds_mla"}
+
+
 def merge_state(generator: Generator, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
     lse_type = torch.float64 if dtype == torch.float64 else torch.float32
     lse_a, lse_b = (3 * normal(generator, lse_type, tokens, HEADS) for _ in range(2))
@@ -106,12 +146,28 @@ def concat_mla_absorb_q(generator: Generator, dtype: torch.dtype, tokens: int) -
     }
 
 
+def apply_token_bitmask(generator: Generator, dtype: torch.dtype, rows: int) -> dict[str, Any]:
+    """A vocabulary that ends within a word; rows named twice, not at all, and too many."""
+    words = torch.randint(-(2**31), 2**31, (rows, 3), generator=generator, device=generator.device)
+    return {
+        "logits": normal(generator, dtype, rows, 70),
+        "bitmask": words.to(torch.int32),
+        "indices": integers([2, 0, 2, -1, rows], generator),
+    }
+
+
 SAMPLES: dict[str, Sample] = {
+    "mha_kv_store": mha_kv_store,
     "mla_kv_store": mla_kv_store,
+    "mla_kv_store_fp8": mla_kv_store_fp8,
     "mla_kv_gather": mla_kv_gather,
+    "mla_kv_gather_fp8": mla_kv_gather_fp8,
     "mha_varlen": mha_varlen,
     "mla_decode": mla_decode,
+    "mla_decode_fp8": mla_decode_fp8,
     "merge_state": merge_state,
     "concat_mla_k": concat_mla_k,
     "concat_mla_absorb_q": concat_mla_absorb_q,
+    "apply_token_bitmask": apply_token_bitmask,
+    "apply_token_bitmask_": apply_token_bitmask,
 }

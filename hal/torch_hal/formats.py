@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .check import ceil_div
+
+BLOCK = 128  # DeepSeek's quantisation block: 1×128 of activations, 128×128 of weights
 
 
 @dataclass(frozen=True)
@@ -73,25 +75,37 @@ class ScaleLayout:
         return ceil_div(groups, self.per_word)
 
     def matches(self, stored: Tensor) -> bool:
-        """Whether the strides of [..., M, columns] are this layout's. A dim of size 1 has no stride to be wrong."""
+        """Whether the strides of [..., M, columns] are this layout's. A dim of size 1 has no stride to be wrong.
+
+        Row-major, rows may lie apart; column-major, everything lies as `pack` puts it, matrix after matrix: kernels
+        reckon where an expert's scales begin.
+        """
         rows, columns = stored.shape[-2:]
+        if rows == 0:
+            return True
         if self.major == "k":
-            return columns < 2 or stored.stride(-1) == 1 or rows == 0
+            return columns < 2 or stored.stride(-1) == 1
         column = ceil_div(rows, self.alignment) * self.alignment
-        return rows == 0 or ((rows == 1 or stored.stride(-2) == 1) and (columns < 2 or stored.stride(-1) == column))
+        if (rows > 1 and stored.stride(-2) != 1) or (columns > 1 and stored.stride(-1) != column):
+            return False
+        return stored.dim() == 2 or _dense(stored.shape[:-2], stored.stride()[:-2], column * columns)
 
     def pack(self, scales: Tensor) -> Tensor:
         """The stored form of ``scales`` [..., M, G] float32; padding bytes are zero.
 
         Packing UE8M0 keeps the exponent alone: the scales must be powers of two already (see `ceil_to_ue8m0`), and
-        what they scale must have been quantised with them.
+        what they scale must have been quantised with them. Any other scale is stored as UE8M0's NaN, 0xFF: cut short
+        in silence, it would be up to a factor of two off.
         """
         if self.power_of_two:
             scales = _pack_exponents(scales, self.per_word)
         return scales.contiguous() if self.major == "k" else _column_major(scales, self.alignment)
 
     def unpack(self, stored: Tensor, groups: int) -> Tensor:
-        """The logical scales [..., M, groups] of a stored tensor: a view of float32, a copy of exponents."""
+        """The logical scales [..., M, groups] of a stored tensor: a view of float32, a copy of exponents.
+
+        An exponent of 0xFF is NaN; padding's, 0, is zero.
+        """
         return _unpack_exponents(stored, groups, self.per_word) if self.power_of_two else stored
 
 
@@ -99,6 +113,8 @@ SCALE_LAYOUTS: Mapping[str, ScaleLayout] = MappingProxyType(
     {
         # [M, G] row-major float32: Triton, CUTLASS, muDNN
         "row_f32": ScaleLayout("row_f32", torch.float32, "k"),
+        # [M, G] column-major float32, no padding: FlashInfer, whose "MN" scales are the dense transpose
+        "mn_f32": ScaleLayout("mn_f32", torch.float32, "mn"),
         # [M, G] column-major float32, columns padded to 16 bytes as TMA loads them: DeepGEMM on sm_90
         "mn_f32_tma": ScaleLayout("mn_f32_tma", torch.float32, "mn", alignment=4),
         # [M, ⌈G/4⌉] column-major int32, the lowest byte the first of four exponents: DeepGEMM on sm_100
@@ -117,8 +133,18 @@ def ceil_to_ue8m0(scales: Tensor) -> Tensor:
     return (exponent.clamp(1, 254) << 23).view(torch.float32)
 
 
+def expand_block_scales(scales: Tensor, rows: int) -> Tensor:
+    """One scale for each row and 128 columns [..., rows, G], of scales for 128×128 blocks [..., ⌈rows/128⌉, G].
+
+    What `ScaleLayout.pack` takes, where a kernel wants the weights' scales as the activations' are laid out.
+    """
+    return scales.repeat_interleave(BLOCK, dim=-2)[..., :rows, :]
+
+
 def _pack_exponents(scales: Tensor, per_word: int) -> Tensor:
-    exponents = scales.to(torch.float32).view(torch.int32) >> 23
+    bits = scales.to(torch.float32).view(torch.int32)
+    positive_power = (bits >= 0) & (bits & 0x7FFFFF == 0)
+    exponents = torch.where(positive_power, bits >> 23, 0xFF)
     padded = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % per_word))
     words = padded.reshape(*scales.shape[:-1], padded.shape[-1] // per_word, per_word)
     return (words << _byte_shifts(per_word, words.device)).sum(-1, dtype=torch.int32)
@@ -126,11 +152,22 @@ def _pack_exponents(scales: Tensor, per_word: int) -> Tensor:
 
 def _unpack_exponents(words: Tensor, groups: int, per_word: int) -> Tensor:
     exponents = words.unsqueeze(-1) >> _byte_shifts(per_word, words.device) & 0xFF
-    return (exponents.flatten(-2)[..., :groups] << 23).view(torch.float32)
+    bits = torch.where(exponents == 0xFF, 0x7FC00000, exponents << 23)
+    return bits.flatten(-2)[..., :groups].view(torch.float32)
 
 
 def _byte_shifts(per_word: int, device: torch.device) -> Tensor:
     return torch.arange(0, 8 * per_word, 8, dtype=torch.int32, device=device)
+
+
+def _dense(shape: Sequence[int], strides: Sequence[int], inner: int) -> bool:
+    """Whether blocks of ``inner`` elements lie one after the other, the last dim fastest."""
+    expected = inner
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return 0 in shape
+        expected *= size
+    return True
 
 
 def _column_major(x: Tensor, alignment: int) -> Tensor:

@@ -46,6 +46,7 @@ class Op(Generic[P, R]):
     traffic: str | None = None  # expression: bytes that must move, where a call touches only a part of an argument
     terms: Callable[..., Any] | None = None  # each result's sum of absolute terms, S in the error bound
     intermediate: Callable[..., Any] | None = None  # 2-norm of what a rounded intermediate adds up to, T in the bound
+    intermediate_dtype: torch.dtype | None = None  # what that is rounded to, where it is not the result's dtype
     fake: Callable[..., Any] | None = None  # defaults to the reference, which runs on fake tensors
     prepare: Callable[..., Any] | None = None
     plan: Callable[..., Any] | None = None

@@ -162,3 +162,20 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 def token_ids(count: int, vocab: int = 101, seed: int = 0) -> Tensor:
     return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8_UE8M0 = {**FP8, "scale_fmt": "ue8m0"}
+
+# Whole FP8 blocks of 128, two or more of each dimension that ranks share, but for kv_a's rows, as in released models.
+BLOCKS = {
+    "hidden_size": 256,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 2,
+}

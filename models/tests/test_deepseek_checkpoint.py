@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import shutil
 import struct
 import weakref
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepseek_cases import small, token_ids
+from deepseek_cases import BLOCKS, FP8, FP8_UE8M0, small, token_ids
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -124,6 +126,165 @@ def test_a_long_list_of_faults_is_cut(whole: Path) -> None:
         deepseek.load(whole)
 
 
+# --- FP8: what is wrong with a weight or its scale ---
+
+FP8_Q_B, FP8_EXPERT = Q_B.replace("2", "1"), EXPERT
+MTP = "model.layers.2"
+
+
+@pytest.fixture(scope="module")
+def pristine_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = small("V3", **BLOCKS, quantization_config=FP8)
+    return deepseek.random_checkpoint(tmp_path_factory.mktemp("fp8"), config, seed=1, mtp=True)
+
+
+@pytest.fixture
+def fp8(pristine_fp8: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine_fp8, tmp_path / "fp8"))
+
+
+def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.__setitem__(new, tensors.pop(old))
+
+
+def set_code(name: str, code: int) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors[name].view(torch.uint8)[-1, -1].fill_(code)
+
+
+FP8_TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str, str]] = {
+    "no scale": (lambda t: t.pop(f"{FP8_Q_B}_scale_inv"), f"{FP8_Q_B}_scale_inv", "missing"),
+    "no scale of an expert": (lambda t: t.pop(f"{FP8_EXPERT}_scale_inv"), f"{FP8_EXPERT}_scale_inv", "missing"),
+    "no weight": (lambda t: t.pop(FP8_Q_B), FP8_Q_B, "missing"),
+    "scale of nothing": (
+        replace("model.layers.0.adapter.weight_scale_inv", torch.ones(1, 1)),
+        "model.layers.0.adapter.weight_scale_inv",
+        f"{FILE}: a scale, but model.layers.0.adapter.weight is no FP8 weight",
+    ),
+    "scale of a float": (
+        replace("lm_head.weight_scale_inv", torch.ones(1, 2)),
+        "lm_head.weight",
+        f"{FILE}: dtype F32, expected F8_E4M3",
+    ),
+    "floor of blocks": (
+        replace("model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv", torch.ones(1, 2)),
+        "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv",
+        f"{FILE}: shape [1, 2], expected [2, 2]",
+    ),
+    "a scale a row": (
+        replace(f"{FP8_EXPERT}_scale_inv", torch.ones(256, 1)),
+        f"{FP8_EXPERT}_scale_inv",
+        f"{FILE}: shape [256, 1], expected [2, 2]",
+    ),
+    "not quantised": (replace(FP8_Q_B, torch.ones(512, 128)), FP8_Q_B, f"{FILE}: dtype F32, expected F8_E4M3"),
+    "another fp8": (
+        replace(FP8_Q_B, torch.ones(512, 128).to(torch.float8_e5m2)), FP8_Q_B, f"{FILE}: dtype F8_E5M2, expected F8"
+    ),
+    "integer scale": (
+        replace(f"{FP8_Q_B}_scale_inv", torch.ones(4, 1, dtype=torch.int32)),
+        f"{FP8_Q_B}_scale_inv",
+        f"{FILE}: dtype I32, expected one of",
+    ),
+    "nan code": (set_code(FP8_Q_B, 0x7F), FP8_Q_B, f"{FILE}: values that are not finite in torch.float8_e4m3fn"),
+    "negative nan code": (set_code(FP8_EXPERT, 0xFF), FP8_EXPERT, f"{FILE}: values that are not finite"),
+    "nan scale": (set_value(f"{FP8_EXPERT}_scale_inv", torch.nan), f"{FP8_EXPERT}_scale_inv", f"{FILE}: values that"),
+    "nan in what is dequantised": (
+        set_code("model.layers.0.self_attn.kv_b_proj.weight", 0x7F),
+        "model.layers.0.self_attn.kv_b_proj.weight",
+        f"{FILE}: values that are not finite in torch.float32",
+    ),
+    "two names": (
+        replace(f"{FP8_Q_B.removesuffix('.weight')}.weight_scale", torch.ones(4, 1)),
+        f"{FP8_Q_B}_scale_inv",
+        f"duplicated, {FP8_Q_B}_scale and {FP8_Q_B}_scale_inv are one",
+    ),
+    "no projection for drafts": (lambda t: t.pop(f"{MTP}.eh_proj.weight"), f"{MTP}.eh_proj.weight", "missing"),
+    "no norm for drafts": (
+        lambda t: t.pop(f"{MTP}.shared_head.norm.weight"), f"{MTP}.shared_head.norm.weight", "missing"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FP8_TENSORS)
+def test_a_bad_fp8_tensor_is_named(case: str, fp8: Path) -> None:
+    change, name, message = FP8_TENSORS[case]
+    edit(fp8, change)
+    with pytest.raises(deepseek.CheckpointError) as caught:
+        deepseek.load(fp8, mtp=True)
+    assert f"{name}: {message}" in str(caught.value)
+
+
+def test_drafting_layers_are_judged_only_if_they_are_loaded(fp8: Path, pristine_fp8: Path) -> None:
+    edit(fp8, lambda t: [t.pop(f"{MTP}.eh_proj.weight"), t.pop(f"{MTP}.self_attn.o_proj.weight")])
+    assert torch.equal(logits(fp8), logits(pristine_fp8))
+
+
+def test_fp8_weights_without_a_quantization_config(fp8: Path) -> None:
+    config = json.loads((fp8 / "config.json").read_text())
+    del config["quantization_config"]
+    (fp8 / "config.json").write_text(json.dumps(config))
+    with pytest.raises(deepseek.CheckpointError, match=r"q_a_proj\.weight: .*: dtype F8_E4M3, expected one of BF16"):
+        deepseek.load(fp8)
+
+
+# --- FP8: other forms of the same ---
+
+
+def rename_scales(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
+        tensors[name.removesuffix("_inv")] = tensors.pop(name)
+
+
+def shrink_scales(tensors: dict[str, Tensor]) -> None:
+    """To exponents alone, in a byte, as newer tools store powers of two."""
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        tensors[name] = tensors[name].to(torch.float8_e8m0fnu)
+
+
+def add_cache_scales(tensors: dict[str, Tensor]) -> None:
+    tensors |= {f"model.layers.0.self_attn.{kind}_scale": torch.tensor(2.0) for kind in "kv"}
+
+
+def pack_fp8(tensors: dict[str, Tensor]) -> None:
+    prefix = "model.layers.1.mlp.experts"
+    for ending in ("", "_scale_inv"):
+        part = {
+            kind: torch.stack([tensors.pop(f"{prefix}.{e}.{kind}.weight{ending}").float() for e in range(8)])
+            for kind in ("gate_proj", "up_proj", "down_proj")
+        }
+        packed = {"gate_up_proj": torch.cat([part["gate_proj"], part["up_proj"]], 1), "down_proj": part["down_proj"]}
+        for kind, tensor in packed.items():
+            tensors[f"{prefix}.{kind}{ending}"] = tensor if ending else tensor.to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("change", [rename_scales, add_cache_scales, pack_fp8])
+def test_other_forms_of_an_fp8_checkpoint(
+    change: Callable[[dict[str, Tensor]], None], fp8: Path, pristine_fp8: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(fp8, change)
+    for options in ({}, {"dequantize": True}):
+        assert torch.equal(logits(fp8, **options), logits(pristine_fp8, **options))
+    assert not caplog.records
+
+
+def test_scales_may_be_exponents_in_a_byte(tmp_path: Path) -> None:
+    path = deepseek.random_checkpoint(tmp_path, small("V3", **BLOCKS, quantization_config=FP8_UE8M0))
+    expected = logits(path)
+    edit(path, shrink_scales)
+    assert torch.equal(logits(path), expected)
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_a_scale_may_lie_in_another_shard(dequantize: bool, pristine_fp8: Path, tmp_path: Path) -> None:
+    tensors = load_file(pristine_fp8 / FILE)
+    shards = [{n: t for n, t in tensors.items() if n.endswith("_scale_inv") is scale} for scale in (False, True)]
+    shutil.copy(pristine_fp8 / "config.json", tmp_path)
+    for i, shard in enumerate(shards):
+        save_file(shard, tmp_path / f"{i}.safetensors")
+    model = deepseek.load(tmp_path, dequantize=dequantize)
+    assert model.report.files == 2
+    assert torch.equal(model.logits(token_ids(9)), logits(pristine_fp8, dequantize=dequantize))
+
+
 # --- what is wrong with a file ---
 
 
@@ -187,6 +348,35 @@ def wrong_length(path: Path) -> str:
     return f"{Q_B}: {FILE}: 9212 bytes for a tensor of 9216"
 
 
+def entry(key: str, value: Any, message: str, name: str = Q_B) -> Callable[[Path], str]:
+    """One value of the header is of a kind that no header has."""
+
+    def spoil(path: Path) -> str:
+        header, data = header_and_data(path / FILE)
+        header.setdefault(name, {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})[key] = value
+        write_raw(path / FILE, json.dumps(header), data)
+        return f"malformed header: {name}: {message}"
+
+    return spoil
+
+
+def nested(path: Path) -> str:
+    write_raw(path / FILE, '{"a":' + "[" * 100_000, b"")
+    return "nested too deeply"
+
+
+def pipe(path: Path) -> str:
+    (path / FILE).unlink()
+    os.mkfifo(path / FILE)
+    return "expected a file, got a device or pipe"
+
+
+def folder(path: Path) -> str:
+    (path / FILE).unlink()
+    (path / FILE).mkdir()
+    return "expected a file, got a directory"
+
+
 def hole(path: Path) -> str:
     """Consistent to us, but not to the library that reads the data."""
     header, data = header_and_data(path / FILE)
@@ -196,8 +386,18 @@ def hole(path: Path) -> str:
 
 @pytest.mark.parametrize(
     "spoil",
-    [truncate_data, truncate_header, empty, lfs_pointer, not_json, malformed, named_twice, wrong_length, hole],
-)
+    [
+        truncate_data, truncate_header, empty, lfs_pointer, not_json, malformed, named_twice, wrong_length, hole,
+        nested, pipe, folder,
+        entry("dtype", ["F32"], "dtype: expected text"),
+        entry("dtype", ["F32"], "dtype: expected text", name="unused"),
+        entry("shape", [[64]], "shape: expected a list of integers ≥ 0"),
+        entry("shape", [-1], "shape: expected a list of integers ≥ 0"),
+        entry("data_offsets", [0, math.inf], "data_offsets: expected two integers"),
+        entry("data_offsets", [4, 0], "data_offsets: expected two integers, 0 ≤ begin ≤ end"),
+        entry("data_offsets", [0, 1, 2], "data_offsets: expected two integers"),
+    ],
+)  # fmt: skip
 def test_a_bad_file_is_named(spoil: Callable[[Path], str], whole: Path) -> None:
     message = spoil(whole)
     with pytest.raises(deepseek.CheckpointError) as caught:
@@ -219,6 +419,30 @@ def test_no_checkpoint(tmp_path: Path, pristine: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(deepseek.CheckpointError, match=r"no model\.safetensors\.index\.json and no \*\.safetensors"):
         deepseek.load(tmp_path)
+
+
+def test_arguments_of_load_are_judged_first(pristine: Path) -> None:
+    for dtype in ("bfloat16", torch.int32, torch.float8_e4m3fn, torch.float32.__class__):
+        with pytest.raises(ValueError, match=r"dtype: expected one of torch\.bfloat16, .*, got "):
+            deepseek.load(pristine, dtype=dtype)  # type: ignore[arg-type]
+    for path in (None, 5, pristine / FILE, pristine / "config.json"):
+        with pytest.raises(deepseek.CheckpointError, match="expected the directory of a checkpoint, got "):
+            deepseek.load(path)  # type: ignore[arg-type]
+    with pytest.raises(deepseek.CheckpointError, match="expected a directory, got a file"):
+        deepseek.Checkpoint(pristine / FILE)
+
+
+def test_what_is_quantised_is_judged_too(whole: Path, sharded: Path, tmp_path: Path) -> None:
+    with pytest.raises(deepseek.CheckpointError, match="is the checkpoint itself"):
+        deepseek.quantize_checkpoint(whole, whole / ".." / "whole")
+    shard = sharded / shard_of(sharded, Q_B)
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(deepseek.CheckpointError, match=rf"{shard.name}: expected a file"):
+        deepseek.quantize_checkpoint(sharded, tmp_path / "out")
+    hole(whole)
+    with pytest.raises(deepseek.CheckpointError, match=FILE):
+        deepseek.quantize_checkpoint(whole, tmp_path / "out")
 
 
 def test_one_tensor_in_two_files_without_an_index(whole: Path) -> None:
@@ -278,9 +502,35 @@ def index_names_twice(path: Path) -> str:
     return f"{Q_B}: named twice"
 
 
+def index_places(file: str) -> Callable[[Path], str]:
+    def spoil(path: Path) -> str:
+        edit_index(path, lambda m: m.__setitem__(Q_B, file))
+        return f"{Q_B}: {INDEX} places it in {file!r}, which is no file of this directory"
+
+    return spoil
+
+
+def index_nested(path: Path) -> str:
+    (path / INDEX).write_text("[" * 100_000)
+    return f"{INDEX}: not JSON that can be read: nested too deeply"
+
+
+def index_folder(path: Path) -> str:
+    (path / INDEX).unlink()
+    (path / INDEX).mkdir()
+    return f"{INDEX}: expected a file, got a directory"
+
+
+def index_dangles(path: Path) -> str:
+    (path / INDEX).unlink()
+    (path / INDEX).symlink_to(path / "nowhere")
+    return f"{INDEX}: No such file"
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
+        *map(index_places, ["a\0b", "\ud800", "", ".."]), index_nested, index_folder, index_dangles,
         index_lies, shard_missing, shard_truncated, index_lacks, index_leaves, index_of_numbers, index_not_json,
         index_empty, index_names_twice,
     ],
@@ -390,10 +640,11 @@ def test_report(pristine: Path) -> None:
 def test_every_value_of_a_checkpoint_arrives(pristine: Path) -> None:
     model = deepseek.load(pristine)
     stored = load_file(pristine / FILE)
-    arrived = dict(model.targets(stored))
+    arrived = dict(model.targets())
     assert arrived.keys() == stored.keys()
     for name, tensor in stored.items():
-        assert torch.equal(arrived[name], tensor), name
+        part = arrived[name]
+        assert part is not None and torch.equal(part.into, tensor), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -401,8 +652,8 @@ def test_dtype(pristine: Path, dtype: torch.dtype) -> None:
     """The router stays wide, whatever the rest is: bfloat16 logits or bias would choose other experts."""
     model = deepseek.load(pristine, dtype=dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for name, tensor in model.targets():
-        assert tensor.dtype == (wide if ".mlp.gate." in name else dtype), name
+    for name, part in model.targets():
+        assert part is not None and part.into.dtype == (wide if ".mlp.gate." in name else dtype), name
     got, expected = model.logits(token_ids(9)), logits(pristine)
     assert got.dtype == torch.float32
     assert float((got - expected).norm() / expected.norm()) < (0.05 if dtype == torch.bfloat16 else 1e-5)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 import torch_hal_deepseek as deepseek
 from torch_hal_deepseek.cli import app
+from torch_hal_deepseek.random_weights import SMALL_CONFIG
 from torch_hal_deepseek.tokenizer import Bytes, TextStream, load_tokenizer
 
 
@@ -70,6 +71,20 @@ def test_every_option_reaches_generation(bytes_path: Path) -> None:
     assert data["ids"] == list(model.generate([97], 8, **options))  # type: ignore[arg-type]
 
 
+def test_quantised_and_dequantised(bytes_path: Path, tmp_path: Path) -> None:
+    for flags, ue8m0 in (((), False), (("--ue8m0",), True)):
+        out = tmp_path / str(ue8m0)
+        result = run("quantize", "--model", bytes_path, "--out", out, *flags)
+        assert (result.exit_code, result.stdout.strip()) == (0, str(out))
+        assert deepseek.load_config(out).quantization == deepseek.Quantization(ue8m0=ue8m0)
+    arguments = ("generate", "--model", out, "--prompt", "abc", "--max-new-tokens", 12, "--json")
+    for flags, options in (((), {}), (("--dequantize",), {"dequantize": True})):
+        model = deepseek.load(out, **options)
+        assert json.loads(run(*arguments, *flags).stdout)["ids"] == list(model.generate(b"abc", 12))
+    again = run("quantize", "--model", out, "--out", tmp_path / "again")
+    assert (again.exit_code, again.stderr) == (1, f"error: {out}: is quantised already\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -112,6 +127,61 @@ def test_random(tmp_path: Path, v3_path: Path) -> None:
     result = run("random", "--config", v3_path, "--out", tmp_path / "new", "--seed", 1)
     assert (result.exit_code, result.stdout.strip()) == (0, str(tmp_path / "new"))
     assert (tmp_path / "new/model.safetensors").read_bytes() == (v3_path / "model.safetensors").read_bytes()
+
+
+def test_random_needs_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert deepseek.parse_config(SMALL_CONFIG).model_type == "deepseek_v3"
+    monkeypatch.setattr("torch_hal_deepseek.cli.SMALL_CONFIG", small("V3"))  # the real one takes seconds
+    out = tmp_path / "new"
+    data = json.loads(run("random", "--out", out, "--json").stdout)
+    config = deepseek.load_config(out)
+    expected = deepseek.counts(config).total
+    assert data == {"path": str(out), "model_type": "deepseek_v3", "seed": 0, "parameters": expected}
+    assert config == deepseek.parse_config(small("V3"))
+
+
+def test_random_replaces_only_what_it_is_told_to(tmp_path: Path, v3_path: Path) -> None:
+    deepseek.random_checkpoint(tmp_path, small("V3"), max_shard_bytes=150_000)
+    (tmp_path / "notes.txt").write_text("mine")
+    arguments = ("random", "--config", v3_path, "--out", tmp_path, "--seed", 1)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    refused = run(*arguments)
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith(f"error: {tmp_path}: is not empty")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert run(*arguments, "--force").exit_code == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors", "notes.txt"}
+    ids = token_ids(5)
+    assert torch.equal(deepseek.load(tmp_path).logits(ids), deepseek.load(v3_path).logits(ids))
+
+
+@pytest.mark.parametrize("name", ["[/b]", "[red]", "[link=x"])
+def test_a_directory_may_be_named_like_markup(
+    name: str, v3_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(v3_path)
+    result = run("info", "--model", path)
+    assert result.exit_code == 0
+    assert name in result.stdout.replace("\n", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    deepseek.load(path)  # whose progress bar names it
+
+
+@pytest.mark.parametrize("command", ["generate --ids 1,2,3 --max-new-tokens 200", "generate --ids 1 --json", "info"])
+def test_a_reader_may_go_away(command: str, v3_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    name, *options = command.split()
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_hal_deepseek", name, "--model", str(v3_path), *options],
+        stdout=write, stderr=subprocess.PIPE, text=True, timeout=100,
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == 141
+    assert "Broken pipe" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_help_and_colour() -> None:
@@ -158,6 +228,13 @@ def test_a_beginning_of_sequence_goes_first_where_the_tokenizer_says_so(words: P
     without = load_tokenizer(words, config).encode("abc")
     (words / "tokenizer_config.json").write_text('{"add_bos_token": true}')
     assert load_tokenizer(words, config).encode("abc") == [100, *without]
+
+
+def test_broken_tokenizer_settings_are_named(words: Path) -> None:
+    for content in ("[]", "{", "[" * 100_000):
+        (words / "tokenizer_config.json").write_text(content)
+        with pytest.raises(deepseek.ConfigError, match=r"tokenizer_config\.json: not "):
+            load_tokenizer(words, deepseek.load_config(words))
 
 
 def test_a_broken_tokenizer_file_is_named(words: Path) -> None:

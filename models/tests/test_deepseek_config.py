@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepseek_cases import RELEASED, small
+from deepseek_cases import FP8, FP8_UE8M0, RELEASED, small
 
 import torch_hal as hal
 import torch_hal_deepseek as deepseek
@@ -138,6 +139,40 @@ def test_several_ends_of_sequence() -> None:
     assert deepseek.parse_config({**V3, "eos_token_id": None}).eos_ids == frozenset()
 
 
+# --- FP8 ---
+
+
+def test_quantisation_is_read() -> None:
+    assert deepseek.parse_config(V3).quantization is None
+    assert deepseek.parse_config({**V3, "quantization_config": {}}).quantization is None
+    v3 = deepseek.parse_config({**V3, "quantization_config": FP8}).quantization
+    assert v3 == deepseek.Quantization(ue8m0=False, skipped=())
+    v31 = deepseek.parse_config({**V3, "quantization_config": FP8_UE8M0}).quantization
+    assert v31 == deepseek.Quantization(ue8m0=True)
+    saved_by_transformers = {
+        "activation_scheme": "dynamic", "dequantize": False, "modules_to_not_convert": None, "scale_fmt": "float",
+        "modules_to_convert": None, "expert_dtype": "fp8", "quant_method": "fp8", "weight_block_size": [128, 128],
+    }  # fmt: skip
+    assert deepseek.parse_config({**V3, "quantization_config": saved_by_transformers}).quantization == v3
+
+
+def test_ignored_layers_are_names_parts_of_paths_or_expressions() -> None:
+    lists = {"modules_to_not_convert": ["model.layers.1", "kv_b_proj"], "ignored_layers": [r"re:.*\.7\.mlp.*"]}
+    quantization = deepseek.parse_config({**V3, "quantization_config": {**FP8, **lists}}).quantization
+    assert quantization is not None
+    for module, covered in {
+        "model.layers.1.mlp.up_proj": False,
+        "model.layers.11.mlp.up_proj": True,
+        "model.layers.0.self_attn.kv_b_proj": False,
+        "model.layers.0.self_attn.q_b_proj": True,
+        "model.layers.7.mlp.experts.3.down_proj": False,
+        "model.layers.7.self_attn.o_proj": True,
+        "lm_head": False,
+        "model.layers.5.mlp.gate": False,
+    }.items():
+        assert quantization.covers(module) is covered, module
+
+
 # --- errors ---
 
 
@@ -168,11 +203,23 @@ def test_a_missing_yarn_field_is_named(field: str) -> None:
         deepseek.parse_config({**V3, "rope_scaling": rope})
 
 
+YARN_KEYS = {key: value for key, value in V3["rope_scaling"].items() if key != "type"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "fp8": (
-        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-        "quantization_config.*fp8",
+    "another quantisation": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quantization_config.quant_method: 'gptq' is not supported, only 'fp8'",
     ),
+    "no method": ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method: None"),
+    "one scale a tensor": (
+        {"quantization_config": {**FP8, "weight_block_size": None}},
+        r"quantization_config.weight_block_size: None is not supported, only \[128, 128\]",
+    ),
+    "other blocks": ({"quantization_config": {**FP8, "weight_block_size": [1, 128]}}, "weight_block_size: \\[1, 128"),
+    "static activations": ({"quantization_config": {**FP8, "activation_scheme": "static"}}, "activation_scheme: 'stat"),
+    "e5m2": ({"quantization_config": {**FP8, "fmt": "e5m2"}}, "quantization_config.fmt: 'e5m2'"),
+    "fp4 experts": ({"quantization_config": {**FP8, "expert_dtype": "fp4"}}, "expert_dtype: 'fp4'"),
+    "fp8 embeddings": ({"quantization_config": {**FP8, "modules_to_convert": ["embed_tokens"]}}, "modules_to_convert"),
+    "other scales": ({"quantization_config": {**FP8, "scale_fmt": "e5m3"}}, "scale_fmt: 'e5m3'"),
     "V3.2": ({"model_type": "deepseek_v32"}, "model_type: 'deepseek_v32'.*sparse"),
     "DSA fields": ({"index_topk": 2048, "index_n_heads": 64}, "index_topk, index_n_heads: sparse"),
     "another family": ({"model_type": "llama"}, "model_type: 'llama'"),
@@ -197,6 +244,41 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "text for a number": ({"hidden_size": "7168"}, "hidden_size"),
     "nan": ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
     "dtype": ({"torch_dtype": "int8"}, "torch_dtype"),
+    # values of another kind than any config has
+    "architectures, a number": ({"model_type": None, "architectures": 5}, "architectures: expected a list of names"),
+    "architectures, an object": ({"model_type": None, "architectures": {"a": 1}}, "architectures: expected a list"),
+    "architectures, nested": ({"model_type": None, "architectures": [["a"]]}, "architectures: expected a list of na"),
+    "model_type, a list": ({"model_type": ["deepseek_v3"]}, "model_type: expected a name"),
+    "quantization_config, a number": ({"quantization_config": 5}, "quantization_config: expected an object, got 5"),
+    "quantization_config, a name": ({"quantization_config": "fp8"}, "quantization_config: expected an object"),
+    "modules, a name": ({"quantization_config": {**FP8, "ignored_layers": "lm_head"}}, "ignored_layers: expected a li"),
+    "modules, numbers": ({"quantization_config": {**FP8, "ignored_layers": [1]}}, "ignored_layers: expected a list"),
+    "modules, no expression": ({"quantization_config": {**FP8, "ignored_layers": ["re:("]}}, "no regular expression"),
+    "rope_scaling, a number": ({"rope_scaling": 5}, "rope_scaling: expected an object, got 5"),
+    "rope_scaling, a list": ({"rope_scaling": [1]}, "rope_scaling: expected an object"),
+    "rope_scaling.type, a list": ({"rope_scaling": {**V3["rope_scaling"], "type": ["yarn"]}}, "type: expected a name"),
+    "scoring_func": ({"scoring_func": ["x"]}, "scoring_func: expected a name"),
+    "topk_method": ({"topk_method": ["x"]}, "topk_method: expected a name"),
+    # YaRN that would be dropped
+    "no rope type": ({"rope_scaling": YARN_KEYS}, "rope_scaling.type: missing, though there is factor"),
+    "no rope type, newer": ({"rope_scaling": None, "rope_parameters": YARN_KEYS}, "rope_parameters.type: missing"),
+    "default with a factor": ({"rope_scaling": {"type": "default", "factor": 40}}, "type 'default', though.* factor"),
+    "two rope types": ({"rope_scaling": {**V3["rope_scaling"], "rope_type": "default"}}, "rope_type 'default' and typ"),
+    # numbers that give no finite, or no, mathematics
+    "beta_fast 0": ({"rope_scaling": {**V3["rope_scaling"], "beta_fast": 0}}, "yarn.beta_fast"),
+    "beta_slow negative": ({"rope_scaling": {**V3["rope_scaling"], "beta_slow": -1}}, "yarn.beta_slow"),
+    "betas": ({"rope_scaling": {**V3["rope_scaling"], "beta_slow": 64}}, "beta_slow 64.0 exceeds beta_fast 32.0"),
+    "beta_fast huge": ({"rope_scaling": {**V3["rope_scaling"], "beta_fast": 1e308}}, "yarn: .*beta_fast=1e[+]308"),
+    "mscale_all_dim": ({"rope_scaling": {**V3["rope_scaling"], "mscale_all_dim": -2.71085}}, "yarn.mscale_all_dim"),
+    "mscale_all_dim huge": ({"rope_scaling": {**V3["rope_scaling"], "mscale_all_dim": 1e308}}, "yarn: .*mscale_all"),
+    "attention_factor 0": ({"rope_scaling": {**V3["rope_scaling"], "attention_factor": 0.0}}, "yarn.attention_factor"),
+    "factor huge": ({"rope_scaling": {**V3["rope_scaling"], "factor": 1e300}}, "factor 1e[+]300 times original_max"),
+    "positions": ({"max_position_embeddings": 10**15}, "max_position_embeddings"),
+    "size": ({"hidden_size": 10**30}, "hidden_size"),
+    "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    "end beyond the vocabulary": ({"eos_token_id": [1, 129280]}, "eos_token_id: expected 0 ≤ id < vocab_size 129280"),
+    "negative end": ({"eos_token_id": -3}, "eos_token_id: expected 0 ≤ id"),
+    "beginning beyond the vocabulary": ({"bos_token_id": 129280}, "bos_token_id: expected 0 ≤ id"),
 }
 
 
@@ -221,8 +303,25 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(deepseek.ConfigError, match=r"config\.json: not a JSON object"):
         deepseek.load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(deepseek.ConfigError, match=r"config\.json: .*nested too deeply"):
+        deepseek.load_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 1, "vocab_size": 2}')
+    with pytest.raises(deepseek.ConfigError, match=r"vocab_size: named twice in .*config\.json"):
+        deepseek.load_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(small("V2")))
     assert deepseek.load_config(tmp_path) == deepseek.load_config(tmp_path / "config.json")
+
+
+def test_a_config_must_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "folder/config.json").mkdir(parents=True)
+    os.mkfifo(tmp_path / "config.json")
+    for path, message in ((tmp_path / "folder", "got a directory"), (tmp_path, "got a device or pipe")):
+        with pytest.raises(deepseek.ConfigError, match=rf"config\.json: expected a file, {message}"):
+            deepseek.load_config(path)
+    for name in ("a\0b", None, 5):
+        with pytest.raises(deepseek.ConfigError, match=r"embedded null|path: expected"):
+            deepseek.load_config(name)  # type: ignore[arg-type]
 
 
 # --- section 4 of the facts ---
@@ -243,4 +342,4 @@ def test_counts(name: str) -> None:
 def test_counts_are_what_is_allocated(name: str) -> None:
     config = deepseek.parse_config(RELEASED[name])
     model = deepseek.allocate(config, hal.bind("cpu"), device=torch.device("meta"))
-    assert sum(tensor.numel() for _, tensor in model.targets()) == COUNTS[name][0]
+    assert sum(part.into.numel() for _, part in model.targets() if part) == COUNTS[name][0]

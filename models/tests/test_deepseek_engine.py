@@ -55,6 +55,73 @@ def test_a_full_cache_says_so_and_changes_nothing(cache: deepseek.KVCache) -> No
     assert (b.pages, cache.free_pages) == ([], 3)
 
 
+def test_several_get_room_or_none_does(cache: deepseek.KVCache) -> None:
+    a, b = deepseek.Sequence(), deepseek.Sequence()
+    with pytest.raises(deepseek.CacheFull, match="33 more tokens need 9 pages of 4, 8 are free"):
+        cache.reserve_all([a, b], [16, 17])
+    assert (a.pages, b.pages, cache.free_pages) == ([], [], 8)
+    cache.reserve_all([a, b], [16, 16])
+    assert (len(a.pages), len(b.pages), cache.free_pages) == (4, 4, 0)
+
+
+def test_a_sequence_belongs_to_its_cache(model: deepseek.DeepSeek, cache: deepseek.KVCache) -> None:
+    mine, other, sequence = model.new_cache(64), model.new_cache(64), deepseek.Sequence()
+    model.prefill([[1, 2, 3]], [sequence], mine)
+    for use in (
+        lambda: other.release(sequence),
+        lambda: other.reserve(sequence, 1),
+        lambda: model.prefill([[4]], [sequence], other),
+        lambda: model.decode(torch.tensor([[4]]), [sequence], other),
+        lambda: deepseek.plan_prefill(other, [sequence], [1]),
+        lambda: deepseek.plan_decode(model.ops, other, [sequence], 1, 4),
+    ):
+        with pytest.raises(ValueError, match="belongs to another KVCache"):
+            use()
+    assert (len(sequence.pages), sequence.length, other.free_pages) == (1, 3, 1)
+    mine.release(sequence)
+    mine.release(sequence)  # harmless
+    assert mine.free_pages == 1
+    other.reserve(sequence, 1)  # empty, it may go anywhere
+    other.release(sequence)
+    with pytest.raises(ValueError, match="pages that this KVCache did not give it"):
+        cache.release(deepseek.Sequence(pages=[1], length=2))
+    with pytest.raises(ValueError, match="pages that this KVCache did not give it"):
+        cache.reserve(deepseek.Sequence(pages=[1], length=2), 9)
+    assert cache.free_pages == 8
+
+
+def test_a_sequence_comes_once_in_a_step(model: deepseek.DeepSeek) -> None:
+    cache, a, b = model.new_cache(64, 4), deepseek.Sequence(), deepseek.Sequence()
+    model.prefill([[1, 2, 3]], [a], cache)
+    for use in (
+        lambda: model.prefill([[4], [5], [6]], [a, b, a], cache),
+        lambda: model.decode(torch.tensor([[4], [5], [6]]), [a, b, a], cache),
+        lambda: deepseek.plan_prefill(cache, [a, b, a], [1, 1, 1]),
+        lambda: deepseek.plan_decode(model.ops, cache, [a, b, a], 1, 4),
+        lambda: cache.reserve_all([a, b, a], [1, 1, 1]),
+    ):
+        with pytest.raises(ValueError, match="sequences: 0 and 2 are the same Sequence"):
+            use()
+    assert (a.length, len(a.pages), b.pages, cache.free_pages) == (3, 1, [], 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_size": 0}, "page_size: expected an integer ≥ 1, got 0"),
+        ({"page_size": 2.0}, "page_size: expected an integer ≥ 1, got 2.0"),
+        ({"pages": -1}, "pages: expected an integer ≥ 0, got -1"),
+        ({"layers": 0}, "layers: expected an integer ≥ 1, got 0"),
+    ],
+)
+def test_bad_caches(cache: deepseek.KVCache, change: dict[str, Any], message: str) -> None:
+    config = deepseek.parse_config(small("V3"))
+    with pytest.raises(ValueError, match=message):
+        deepseek.KVCache(config, **{"pages": 2, "dtype": torch.float32, "device": "cpu", **change})
+    with pytest.raises(ValueError, match="tokens: expected an integer ≥ 0, got -5"):
+        cache.reserve(deepseek.Sequence(), -5)
+
+
 def test_slots_follow_the_page_table(cache: deepseek.KVCache) -> None:
     sequence = deepseek.Sequence(pages=[6, 1, 3], length=10)
     assert cache.slots(sequence, 0, 10).tolist() == [24, 25, 26, 27, 4, 5, 6, 7, 12, 13]
@@ -102,6 +169,7 @@ def test_empties(model: deepseek.DeepSeek) -> None:
         ([0.5], "expected integers"),
         ([[1, 2]], r"expected integers \[T\], got torch.int64 \[1, 2\]"),
         ([True], "expected integers"),
+        ([1j], "expected integers"),
     ],
 )
 def test_bad_token_ids(model: deepseek.DeepSeek, ids: Any, message: str) -> None:
@@ -109,6 +177,46 @@ def test_bad_token_ids(model: deepseek.DeepSeek, ids: Any, message: str) -> None
         model.logits(ids)
     with pytest.raises(ValueError, match=message):
         model.generate(torch.tensor(ids), 1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.tensor([1, 2]), r"expected a tensor of integers \[B, S\] with S ≥ 1, got torch.int64 \[2\]"),
+        (torch.tensor([[1.5], [2]]), r"S ≥ 1, got torch.float32 \[2, 1\]"),
+        (torch.tensor([[1], [2]], dtype=torch.uint64), "got torch.uint64"),
+        (torch.tensor([[1], [2]], dtype=torch.complex64), "got torch.complex64"),
+        (torch.tensor([[True], [False]]), "got torch.bool"),
+        (torch.empty(2, 0, dtype=torch.int64), r"got torch.int64 \[2, 0\]"),
+        ([[1], [2]], r"got \[\[1\], \[2\]\]"),
+        (torch.tensor([[1]]), "decode: expected a sequence for each row of ids, got 2 and 1"),
+        (torch.tensor([[1], [101]]), r"0 ≤ id < 101 \(vocab_size\), got 1 to 101"),
+    ],
+)
+def test_bad_decodes_change_nothing(model: deepseek.DeepSeek, ids: Any, message: str) -> None:
+    cache, sequences = model.new_cache(64, 4), [deepseek.Sequence(), deepseek.Sequence()]
+    model.prefill([[1] * 64, [2] * 64], sequences, cache)
+    with pytest.raises(ValueError, match=message):
+        model.decode(ids, sequences, cache)
+    assert ([s.length for s in sequences], cache.free_pages) == ([64, 64], 2)
+
+
+def test_a_step_has_a_sequence_for_each_prompt(model: deepseek.DeepSeek) -> None:
+    cache = model.new_cache(64, 2)
+    with pytest.raises(ValueError, match="prefill: expected a sequence for each prompt, got 1 and 2"):
+        model.prefill([[1, 2, 3]], [deepseek.Sequence(), deepseek.Sequence()], cache)
+    with pytest.raises(ValueError, match="token ids: expected integers"):
+        model.prefill([torch.tensor([1], dtype=torch.uint64)], [deepseek.Sequence()], cache)
+    assert cache.free_pages == 2
+
+
+def test_a_full_cache_stops_a_step_for_all(model: deepseek.DeepSeek) -> None:
+    cache, sequences = model.new_cache(64, 3), [deepseek.Sequence(), deepseek.Sequence()]
+    model.prefill([[1] * 64, [2] * 64], sequences, cache)
+    with pytest.raises(deepseek.CacheFull, match="2 more tokens need 2 pages of 64, 1 are free"):
+        model.decode(torch.tensor([[1], [2]]), sequences, cache)
+    assert ([len(s.pages) for s in sequences], cache.free_pages) == ([1, 1], 1)
+    model.decode(torch.tensor([[1]]), sequences[:1], cache)
 
 
 def test_ids_may_be_of_any_integer_type(model: deepseek.DeepSeek) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepseek_cases import small, token_ids
+from deepseek_cases import relative_error, small, token_ids
 from torch import Tensor
 
 import torch_hal as hal
@@ -91,11 +91,60 @@ def test_a_prompt_may_be_prefilled_in_pieces(model: deepseek.DeepSeek) -> None:
         ({"top_k": -1}, "top_k"),
         ({"min_p": 1.5}, "min_p"),
         ({"min_p": math.nan}, "min_p"),
+        *(({"max_new_tokens": n}, "max_new_tokens: expected an integer ≥ 0") for n in (2.5, "3", None, True)),
+        *(({name: "1"}, f"{name}: expected a number, got '1'") for name in ("temperature", "top_p", "min_p")),
+        ({"temperature": None}, "temperature: expected a number, got None"),
+        ({"temperature": 10**400}, "temperature: expected a finite number"),
+        ({"top_p": True}, "top_p: expected a number, got True"),
+        *(({name: 1.5}, f"{name}: expected an integer, got 1.5") for name in ("top_k", "seed")),
+        *(({name: True}, f"{name}: expected an integer, got True") for name in ("top_k", "seed")),
+        ({"seed": "x"}, "seed: expected an integer, got 'x'"),
     ],
 )
 def test_bad_requests_are_refused_at_once(model: deepseek.DeepSeek, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model.generate(**{"token_ids": PROMPT, "max_new_tokens": 4, **change})
+
+
+def test_without_drawing_torchs_generator_stays_as_it_is(model: deepseek.DeepSeek) -> None:
+    before = torch.get_rng_state()
+    list(model.generate(PROMPT, 3))
+    assert torch.equal(torch.get_rng_state(), before)
+    list(model.generate(PROMPT, 3, temperature=1.0, seed=3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("inside", [0, 1, 4])
+def test_iteration_may_move_into_and_out_of_inference_mode(model: deepseek.DeepSeek, inside: int) -> None:
+    """The ``inside`` first tokens are computed in it; later, the others are."""
+    expected = list(model.generate(PROMPT, 4))
+    for first in (True, False):
+        tokens, got = model.generate(PROMPT, 4), []
+        for part, count in ((first, inside), (not first, 4 - inside)):
+            with torch.inference_mode(part):
+                got += [next(tokens) for _ in range(count)]
+        assert got == expected
+
+
+def test_weights_that_want_gradients_do_not_matter(v3_path: Path) -> None:
+    model = deepseek.load(v3_path)
+    expected = model.logits(PROMPT), list(model.generate(PROMPT, 3, temperature=1.0, seed=1))
+    for weight in (model.embedding_WD, model.head.weight, model.norm.norm.weight):
+        weight.requires_grad_()
+    logits = model.logits(PROMPT)
+    assert torch.equal(logits, expected[0])
+    assert not logits.requires_grad
+    assert list(model.generate(PROMPT, 3, temperature=1.0, seed=1)) == expected[1]
+
+
+def test_a_model_loaded_in_inference_mode_works_outside(v3_path: Path, model: deepseek.DeepSeek) -> None:
+    with torch.inference_mode():
+        loaded = deepseek.load(v3_path)
+        cache = loaded.new_cache(20)
+    sequence = deepseek.Sequence()
+    logits = loaded.prefill([PROMPT], [sequence], cache)
+    assert relative_error(logits[0], model.logits(PROMPT)[-1]) < 1e-5
+    loaded.decode(torch.tensor([[1]]), [sequence], cache)
 
 
 # --- the sampler ---

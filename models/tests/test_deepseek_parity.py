@@ -223,7 +223,7 @@ def route(config: deepseek.Config, x_TD: Tensor, weight_ED: Tensor, bias_E: Tens
 @pytest.mark.parametrize("name", ["V2-Lite", "V2", "V3"])
 def test_router_is_the_formula(name: str, norm_topk_prob: bool) -> None:
     config = deepseek.parse_config(small(name, norm_topk_prob=norm_topk_prob, routed_scaling_factor=2.5))
-    router = Router(Build(config, hal.bind("cpu"), torch.float32, torch.device("cpu")))
+    router = Router(Build(config, hal.bind("cpu"), torch.float32, torch.device("cpu")), "gate")
     generator = torch.Generator().manual_seed(3)
     router.weight_ED.copy_(torch.randn(router.weight_ED.shape, generator=generator) / 8)
     bias_E = torch.randn(8, generator=generator) - 0.5
@@ -240,7 +240,7 @@ def test_router_is_the_formula(name: str, norm_topk_prob: bool) -> None:
 
 def test_one_chosen_expert_is_not_renormalised_in_v2() -> None:
     config = deepseek.parse_config(small("V2", norm_topk_prob=True, num_experts_per_tok=1))
-    router = Router(Build(config, hal.bind("cpu"), torch.float32, torch.device("cpu")))
+    router = Router(Build(config, hal.bind("cpu"), torch.float32, torch.device("cpu")), "gate")
     router.weight_ED.copy_(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) / 8)
     x_TD = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     scores = (x_TD @ router.weight_ED.T).softmax(-1)

@@ -18,50 +18,52 @@ import torch
 from torch import Tensor
 
 from .batch import Decode, Prefill
-from .layers import Build, Linear, Norm, Targets
+from .layers import Build, Linear, Norm, linear
+from .parallel import Span, share
+from .weights import Targets
 
 LATENT_NORM_EPS = 1e-6  # of q_a and kv_a norms: the released code takes its default there, whatever the config says
 
 
 class MLA:
-    """One layer's attention."""
+    """One layer's attention, in the heads that this rank holds. Sum it over ranks."""
 
-    def __init__(self, build: Build, rope_table: Tensor) -> None:
+    def __init__(self, build: Build, prefix: str, rope_table: Tensor) -> None:
         c = build.config
         self.ops, self.rope_table, self.interleaved = build.ops, rope_table, c.rope_interleave
-        self.heads, self.scale = c.num_attention_heads, c.softmax_scale
         self.nope, self.rotary, self.value = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
-        self.latent = c.kv_lora_rank
-        self.query = c.q_lora_rank or self.heads * c.qk_head_dim
+        self.latent, self.scale = c.kv_lora_rank, c.softmax_scale
+        heads = share(f"{prefix}: num_attention_heads", c.num_attention_heads, build.ranks.tp)
+        self.heads, query = heads.size, heads.times(c.qk_head_dim)
+        hidden, latent, kv_a = Span.all(c.hidden_size), Span.all(c.kv_lora_rank), Span.all(c.kv_width)
         # Everything that reads x, in one product: [query, or its latent | c | rotary key].
-        self.qkv_a = Linear(build, self.query + c.kv_width, c.hidden_size)
-        self.q_b = Linear(build, self.heads * c.qk_head_dim, c.q_lora_rank) if c.q_lora_rank else None
-        self.q_a_norm = Norm(build, c.q_lora_rank, LATENT_NORM_EPS) if c.q_lora_rank else None
-        self.kv_a_norm = Norm(build, c.kv_lora_rank, LATENT_NORM_EPS)
-        self.kv_b = Linear(build, self.heads * (self.nope + self.value), c.kv_lora_rank)
+        self.q_b: Linear | None = None
+        self.q_a_norm: Norm | None = None
+        if c.q_lora_rank is None:
+            first = (f"{prefix}.q_proj", query)
+        else:
+            first = (f"{prefix}.q_a_proj", Span.all(c.q_lora_rank))
+            self.q_a_norm = Norm(build, f"{prefix}.q_a_layernorm", c.q_lora_rank, LATENT_NORM_EPS)
+            self.q_b = linear(build, Span.all(c.q_lora_rank), (f"{prefix}.q_b_proj", query))
+        self.qkv_a = linear(build, hidden, first, (f"{prefix}.kv_a_proj_with_mqa", kv_a))
+        self.kv_a_norm = Norm(build, f"{prefix}.kv_a_layernorm", c.kv_lora_rank, LATENT_NORM_EPS)
+        # Never FP8: both ways to attend read this one weight, and agree. What is stored as FP8 is dequantised.
+        self.kv_b = Linear(build, latent, (f"{prefix}.kv_b_proj", heads.times(self.nope + self.value)))
         # Both halves of kv_b by head, as decode multiplies by them: views, not copies.
         kv_b_HXL = self.kv_b.weight.view(self.heads, self.nope + self.value, self.latent)
         self.w_kc_HNL = kv_b_HXL[:, : self.nope]
         self.w_vc_HLV = kv_b_HXL[:, self.nope :].transpose(1, 2)
-        self.o = Linear(build, c.hidden_size, self.heads * self.value)
+        self.o = linear(build, heads.times(self.value), (f"{prefix}.o_proj", hidden))
 
-    def targets(self, prefix: str) -> Targets:
-        query, kv_a = torch.split(self.qkv_a.weight, [self.query, self.latent + self.rotary])
-        if self.q_b is not None and self.q_a_norm is not None:
-            yield f"{prefix}.q_a_proj.weight", query
-            yield f"{prefix}.q_a_layernorm.weight", self.q_a_norm.weight
-            yield f"{prefix}.q_b_proj.weight", self.q_b.weight
-        else:
-            yield f"{prefix}.q_proj.weight", query
-        yield f"{prefix}.kv_a_proj_with_mqa.weight", kv_a
-        yield f"{prefix}.kv_a_layernorm.weight", self.kv_a_norm.weight
-        yield f"{prefix}.kv_b_proj.weight", self.kv_b.weight
-        yield f"{prefix}.o_proj.weight", self.o.weight
+    def targets(self) -> Targets:
+        for part in (self.qkv_a, self.q_a_norm, self.q_b, self.kv_a_norm, self.kv_b, self.o):
+            if part is not None:
+                yield from part.targets()
 
     def prepare(self) -> None:
-        for linear in (self.qkv_a, self.q_b, self.kv_b, self.o):
-            if linear is not None:
-                linear.prepare()
+        for part in (self.qkv_a, self.q_b, self.kv_b, self.o):
+            if part is not None:
+                part.prepare()
 
     def __call__(self, x_TD: Tensor, batch: Prefill | Decode, cache: Tensor) -> Tensor:
         """x_TD -> [T, D]. cache: this layer's pool [pages, page_size, L + R], which the new tokens are written to."""
@@ -75,7 +77,8 @@ class MLA:
 
     def _project(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, latents and rotary keys, the rotary parts rotated to their positions."""
-        q, c_TL, k_pe_TR = torch.split(self.qkv_a(x_TD), [self.query, self.latent, self.rotary], dim=-1)
+        q, kv_a = self.qkv_a.split(self.qkv_a(x_TD))
+        c_TL, k_pe_TR = torch.split(kv_a, [self.latent, self.rotary], dim=-1)
         if self.q_b is not None and self.q_a_norm is not None:
             q = self.q_b(self.q_a_norm(q))
         q_THP = torch.unflatten(q, -1, (self.heads, self.nope + self.rotary))

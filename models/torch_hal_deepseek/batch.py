@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_hal import OpSet
 
-from .cache import KVCache, Sequence
+from .cache import KVCache, Sequence, check_distinct
 
 PREFIX_CHUNK = 8192  # cached tokens that are expanded to full keys and values at a time
 
@@ -38,6 +38,7 @@ class Prefill:
     max_q: int
     last: Tensor  # [B] row of each sequence's last token
     prefix: tuple[PrefixChunk, ...]
+    capacity: int  # see `plan_prefill`
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,22 @@ class Decode:
     queries: int
     plan: Tensor
     plan_layout: str
+    capacity: int  # see `plan_prefill`
 
 
 def plan_prefill(
-    cache: KVCache, sequences: ListLike[Sequence], counts: ListLike[int], prefix_chunk: int = PREFIX_CHUNK
+    cache: KVCache,
+    sequences: ListLike[Sequence],
+    counts: ListLike[int],
+    prefix_chunk: int = PREFIX_CHUNK,
+    capacity: int | None = None,
 ) -> Prefill:
-    """A step in which sequence b, with what it has cached, gets counts[b] new tokens, for which room is reserved."""
+    """A step in which sequence b, with what it has cached, gets counts[b] new tokens, for which room is reserved.
+
+    capacity: where ranks have tokens of their own (`Parallel.own_tokens`), a number that all agree on, at least as
+    large as any rank's tokens in this step; None: this rank's, if all have equally many.
+    """
+    check_distinct(sequences)
     device = cache.pool.device
     cu_q = [0, *itertools.accumulate(counts)]
     spans = [(s, s.length, s.length + n) for s, n in zip(sequences, counts, strict=True)]
@@ -67,6 +78,7 @@ def plan_prefill(
         max_q=max(counts, default=0),
         last=(torch.tensor(cu_q[1:], dtype=torch.int64) - 1).to(device),
         prefix=tuple(_prefix_chunks(cache, sequences, prefix_chunk)),
+        capacity=_capacity(cu_q[-1], capacity),
     )
 
 
@@ -82,8 +94,19 @@ def _prefix_chunks(cache: KVCache, sequences: ListLike[Sequence], size: int) -> 
     return chunks
 
 
-def plan_decode(ops: OpSet, cache: KVCache, sequences: ListLike[Sequence], queries: int, num_heads: int) -> Decode:
-    """A step in which every sequence gets ``queries`` new tokens, for which room is reserved."""
+def plan_decode(
+    ops: OpSet,
+    cache: KVCache,
+    sequences: ListLike[Sequence],
+    queries: int,
+    num_heads: int,
+    capacity: int | None = None,
+) -> Decode:
+    """A step in which every sequence gets ``queries`` new tokens, for which room is reserved.
+
+    num_heads: this rank's, `DeepSeek.heads`; capacity: as in `plan_prefill`.
+    """
+    check_distinct(sequences)
     device = cache.pool.device
     lens = [s.length + queries for s in sequences]
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
@@ -99,7 +122,14 @@ def plan_decode(ops: OpSet, cache: KVCache, sequences: ListLike[Sequence], queri
         queries=queries,
         plan=plan,
         plan_layout=layout,
+        capacity=_capacity(queries * len(lens), capacity),
     )
+
+
+def _capacity(tokens: int, capacity: int | None) -> int:
+    if capacity is not None and capacity < tokens:
+        raise ValueError(f"capacity: expected a number ≥ {tokens}, the tokens of this rank, got {capacity}")
+    return tokens if capacity is None else capacity
 
 
 def _cat(parts: list[Tensor]) -> Tensor:

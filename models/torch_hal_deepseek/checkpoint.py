@@ -1,17 +1,14 @@
-"""Reading safetensors checkpoints: everything is judged from the headers first, then streamed shard by shard.
-
-A file is an 8-byte length, a JSON header (tensor -> dtype, shape, byte range) and the bytes.
-"""
+"""Reading safetensors checkpoints: everything is judged from the headers first, then streamed shard by shard."""
 
 from __future__ import annotations
 
-import json
 import logging
+import math
+import os
 import re
-import struct
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,38 +17,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from torch_hal.formats import BLOCK
+from torch_hal.ops import block_dequant_fp8
+
 from .errors import CheckpointError
+from .headers import Entry, Header, read_header, read_json_file
 from .progress import byte_progress
+from .weights import SCALE, STORED, Part
 
 INDEX = "model.safetensors.index.json"
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}  # dtypes that a weight may be stored in -> bytes
-_MAX_HEADER = 100_000_000  # the format's own limit
+_SCALES = {**_FLOATS, "F8_E8M0": 1}
+_CODES = {"F8_E4M3": 1}
+_RENAMED = {".weight_scale": f".weight{SCALE}"}  # an ending that some tools write -> the released checkpoints'
+_COMPUTED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")  # endings of what nothing needs: see `_split_unused`
+_SLAB = 2**17  # elements that are dequantised at a time
 _SHOWN = 8  # problems that one error message lists
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Where a file says that a tensor lies."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """A safetensors file's table of contents, and how many bytes of data follow it."""
-
-    entries: Mapping[str, Entry]
-    data_bytes: int
-
-
-@dataclass(frozen=True)
 class LoadReport:
-    """What loading did: kept by the model as ``model.report``."""
+    """What loading did: kept by the model as ``model.report``. Of a model on several ranks, what this one did."""
 
     files: int
     tensors: int
@@ -67,20 +55,27 @@ class Checkpoint:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path}: no such directory")
+            what = "expected a directory, got a file" if self.path.exists() else "no such directory"
+            raise CheckpointError(f"{self.path}: {what}")
         self._headers: dict[Path, Header] = {}
         index = self.path / INDEX
-        self.files: dict[str, Path] = self._read_index(index) if index.is_file() else self._read_all()
+        files = self._read_index(index) if os.path.lexists(index) else self._read_all()
+        self._stored: dict[str, str] = {}  # a tensor's name -> its name in the file
+        for name in files:
+            usual = _usual_name(name)
+            if usual in self._stored:
+                both = " and ".join(sorted([name, self._stored[usual]]))
+                raise CheckpointError(f"{usual}: duplicated, {both} are one")
+            self._stored[usual] = name
+        self.files: dict[str, Path] = {name: files[stored] for name, stored in self._stored.items()}
 
     def _read_index(self, index: Path) -> dict[str, Path]:
         """Tensor -> file, as the index says; no file is opened yet."""
-        try:
-            weight_map = _json(index.read_bytes(), index)["weight_map"]
-            names = dict(weight_map.items())
-        except (KeyError, TypeError, AttributeError):
-            raise CheckpointError(f"{index}: no weight_map of tensors to files") from None
+        names = read_json_file(index, CheckpointError).get("weight_map")
+        if not isinstance(names, dict):
+            raise CheckpointError(f"{index}: no weight_map of tensors to files")
         for name, file in names.items():
-            if not isinstance(file, str) or Path(file).name != file:
+            if not _is_file_name(file):
                 raise CheckpointError(f"{name}: {index.name} places it in {file!r}, which is no file of this directory")
         return {name: self.path / file for name, file in names.items()}
 
@@ -102,14 +97,22 @@ class Checkpoint:
             self._headers[path] = read_header(path)
         return self._headers[path]
 
-    def check(self, targets: Mapping[str, Tensor]) -> None:
-        """Raise CheckpointError for every target that is missing, mis-shaped, truncated or of a dtype without use."""
+    def _entry(self, name: str) -> Entry | None:
+        return self.header(self.files[name]).entries.get(self._stored[name])
+
+    def check(self, targets: Iterable[tuple[str, Part | None]], num_layers: int) -> None:
+        """Raise CheckpointError for every target that is missing, mis-shaped, truncated or of a dtype without use,
+        and for every scale that scales nothing."""
         problems = []
         unreadable: dict[Path, str] = {}
-        for name, target in targets.items():
+        names = set()
+        for name, part in targets:
+            names.add(name)
             path = self.files.get(name)
             if path is None:
                 problems.append(f"{name}: missing")
+                continue
+            if part is None:
                 continue
             if path not in unreadable:
                 try:
@@ -118,20 +121,24 @@ class Checkpoint:
                     unreadable[path] = str(error)
             if path in unreadable:
                 problems.append(f"{name}: {unreadable[path]}")
-            elif problem := self._problem(name, path, target):
+            elif problem := self._problem(name, path, part):
                 problems.append(f"{name}: {path.name}: {problem}")
-        _raise(self.path, problems)
+        for name in _split_unused(self.files.keys() - names, num_layers)[0]:
+            if name.endswith(SCALE):
+                weight, file = name.removesuffix(SCALE), self.files[name].name
+                problems.append(f"{name}: {file}: a scale, but {weight} is no FP8 weight")
+        _raise(self.path, list(dict.fromkeys(problems)))
 
-    def _problem(self, name: str, path: Path, target: Tensor) -> str | None:
-        header = self.header(path)
-        entry = header.entries.get(name)
+    def _problem(self, name: str, path: Path, part: Part) -> str | None:
+        header, entry = self.header(path), self._entry(name)
         if entry is None:
             return f"{INDEX} places it there, the file lacks it"
-        if entry.dtype not in _FLOATS:
-            return f"dtype {entry.dtype}, expected one of {', '.join(_FLOATS)}"
-        if entry.shape != tuple(target.shape):
-            return f"shape {list(entry.shape)}, expected {list(target.shape)}"
-        wanted = target.numel() * _FLOATS[entry.dtype]
+        dtypes = _CODES if _is_codes(part) else _SCALES if name.endswith(SCALE) else _FLOATS
+        if entry.dtype not in dtypes:
+            return f"dtype {entry.dtype}, expected {'one of ' if len(dtypes) > 1 else ''}{', '.join(dtypes)}"
+        if entry.shape != part.whole:
+            return f"shape {list(entry.shape)}, expected {list(part.whole)}"
+        wanted = math.prod(part.whole) * dtypes[entry.dtype]
         if entry.end - entry.begin != wanted:
             return f"{entry.end - entry.begin} bytes for a tensor of {wanted}"
         if entry.end > header.data_bytes:
@@ -139,102 +146,134 @@ class Checkpoint:
         return None
 
     @torch.no_grad()
-    def load(self, targets: Mapping[str, Tensor], num_layers: int) -> LoadReport:
-        """Fill every target with the tensor of its name, one shard at a time, converting to the target's dtype.
+    def load(self, targets: Iterable[tuple[str, Part | None]], num_layers: int) -> LoadReport:
+        """Fill every target with its part of the tensor of its name, one shard at a time, converting dtypes.
 
-        Nothing but the targets and one mapped shard is in memory. Raises CheckpointError before any data is read
-        for what headers tell, and afterwards for values that are not finite.
+        Nothing but the targets and one mapped shard is in memory, and of the shard only what the targets take is
+        read. Raises CheckpointError before any data is read for what headers tell, and afterwards for values that are
+        not finite.
         """
-        self.check(targets)
+        targets = list(targets)
+        self.check(targets, num_layers)
         started = time.perf_counter()
-        shards: dict[Path, list[str]] = defaultdict(list)
-        for name in targets:
-            shards[self.files[name]].append(name)
-        sizes = {path: sum(self._bytes(path, name) for name in names) for path, names in shards.items()}
-        with byte_progress(f"Loading {self.path.name}", sum(sizes.values())) as advance:
-            for path, names in shards.items():
-                names.sort(key=lambda name: self.header(path).entries[name].begin)
-                self._load_shard(path, names, targets, advance)
-        unused, speculative = _split_unused(self.files.keys() - targets.keys(), num_layers)
+        # Scales that a part is dequantised with come before it, and perhaps from another shard.
+        scales = {id(part.scale) for _, part in targets if part is not None}
+        shards: dict[tuple[bool, Path], list[tuple[str, Part]]] = defaultdict(list)
+        for name, part in targets:
+            if part is not None and part.into.numel():
+                shards[id(part.into) not in scales, self.files[name]].append((name, part))
+        total = sum(self._bytes(*part) for parts in shards.values() for part in parts)
+        with byte_progress(f"Loading {self.path.name}", total) as advance:
+            for (_, path), parts in sorted(shards.items(), key=lambda item: item[0][0]):
+                parts.sort(key=lambda part: self.header(path).entries[self._stored[part[0]]].begin)
+                self._load_shard(path, parts, advance)
+        unused, speculative = _split_unused(self.files.keys() - {name for name, _ in targets}, num_layers)
         if unused:
             more = ", …" if len(unused) > _SHOWN else ""
             log.warning("%s: %d tensors are not used: %s%s", self.path, len(unused), ", ".join(unused[:_SHOWN]), more)
+        read = {name for parts in shards.values() for name, _ in parts}
         seconds = time.perf_counter() - started
-        return LoadReport(len(shards), len(targets), sum(sizes.values()), seconds, unused, speculative)
+        return LoadReport(len({path for _, path in shards}), len(read), total, seconds, unused, speculative)
 
-    def _bytes(self, path: Path, name: str) -> int:
-        entry = self.header(path).entries[name]
-        return entry.end - entry.begin
+    def _bytes(self, name: str, part: Part) -> int:
+        """What is read for a part."""
+        entry = self._entry(name)
+        assert entry is not None
+        return (entry.end - entry.begin) * part.into.numel() // max(math.prod(part.whole), 1)
 
-    def _load_shard(self, path: Path, names: list[str], targets: Mapping[str, Tensor], advance: Any) -> None:
+    def _load_shard(self, path: Path, parts: list[tuple[str, Part]], advance: Callable[[int], None]) -> None:
         finite = []
         try:
             with safe_open(path, framework="pt") as shard:
-                for name in names:
-                    targets[name].copy_(shard.get_tensor(name))
-                    finite.append(torch.isfinite(targets[name]).all())
-                    advance(self._bytes(path, name))
+                for name, part in parts:
+                    _fill(shard, self._stored[name], part)
+                    finite.append(_all_finite(part.into) & _positive(name, part.into))
+                    advance(self._bytes(name, part))
         except SafetensorError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        bad = [name for name, ok in zip(names, torch.stack(finite).tolist(), strict=True) if not ok]
-        _raise(self.path, [f"{n}: {path.name}: values that are not finite in {targets[n].dtype}" for n in bad])
+        bad = [part for part, ok in zip(parts, torch.stack(finite).tolist(), strict=True) if not ok]
+        _raise(self.path, [f"{n}: {path.name}: {_fault(n)} in {p.into.dtype}" for n, p in bad])
 
 
-def read_header(path: Path) -> Header:
-    """The header of a safetensors file. Raises CheckpointError naming the file."""
+def _is_file_name(name: Any) -> bool:
+    """Whether a file of a directory can have that name."""
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
-            if length > min(_MAX_HEADER, size - 8):
-                hint = " (a Git LFS pointer, not the file itself)" if start == b"version " else ""
-                raise CheckpointError(f"{path}: not a safetensors file, or cut within its header{hint}")
-            table = _json(file.read(length), path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    table.pop("__metadata__", None)
-    try:
-        entries = {
-            name: Entry(e["dtype"], tuple(e["shape"]), *map(int, e["data_offsets"])) for name, e in table.items()
-        }
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: malformed header: {error}") from error
-    return Header(entries, size - 8 - length)
+        return isinstance(name, str) and Path(name).name == name not in ("", "..") and b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
 
 
-def _json(data: bytes, path: Path) -> dict[str, Any]:
-    """``data`` as a JSON object in which no key comes twice."""
+def _fill(shard: Any, name: str, part: Part) -> None:
+    """Read a part into its place, and dequantise if it says so."""
+    if part.scale is None:
+        part.into.copy_(_window(shard, name, part, part.begin))
+        return
+    # From the first row and column of the first blocks on, as the scales are.
+    skipped = tuple(b % BLOCK for b in part.begin[-2:])
+    begin = (*part.begin[:-2], *(b - skip for b, skip in zip(part.begin[-2:], skipped, strict=True)))
+    _dequantize(part.into, _window(shard, name, part, begin), part.scale, *skipped)
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            raise CheckpointError(f"{next(k for k in keys if keys.count(k) > 1)}: named twice in {path}")
-        return result
 
-    try:
-        value = json.loads(data, object_pairs_hook=unique)
-    except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return value
+def _dequantize(into: Tensor, codes: Tensor, scale: Tensor, row: int, column: int) -> None:
+    """What is at ``row``, ``column`` of the codes and beyond; some rows at a time, for memory's sake."""
+    if codes.dim() > 2:
+        for matrix in zip(into, codes, scale, strict=True):
+            _dequantize(*matrix, row, column)
+        return
+    blocks = max(_SLAB // BLOCK // codes.shape[1], 1)
+    for some_codes, some_scale in zip(torch.split(codes, blocks * BLOCK), torch.split(scale, blocks), strict=True):
+        values = block_dequant_fp8(some_codes.to(into.device), some_scale.to(into.device), into.dtype)[row:, column:]
+        into[: len(values)].copy_(values)
+        into, row = into[len(values) :], 0
+
+
+def _window(shard: Any, name: str, part: Part, begin: tuple[int, ...]) -> Tensor:
+    """What is stored from ``begin`` to the part's end; the bytes of nothing else are touched."""
+    window = [slice(b, p + n) for b, p, n in zip(begin, part.begin, part.into.shape, strict=True)]
+    if all(s.start == 0 and s.stop == n for s, n in zip(window, part.whole, strict=True)):
+        return shard.get_tensor(name)  # type: ignore[no-any-return]
+    return shard.get_slice(name)[tuple(window)]  # type: ignore[no-any-return]
+
+
+def _is_codes(part: Part) -> bool:
+    return part.scale is not None or part.into.dtype == STORED
+
+
+def _all_finite(x: Tensor) -> Tensor:
+    """A bool on x's device, without a copy of x. Codes have no infinities, and two NaNs: 0x7F and 0xFF."""
+    if x.dtype == STORED:
+        return (x.view(torch.int8).amax() != 0x7F) & (x.view(torch.uint8).amax() != 0xFF)
+    return torch.isfinite(torch.stack(torch.aminmax(x))).all()
+
+
+def _positive(name: str, x: Tensor) -> Tensor | bool:
+    """Whether scales are scales; what is no scale may have any sign."""
+    return bool(x.numel() == 0) or (x > 0).all() if name.endswith(SCALE) and x.is_floating_point() else True
+
+
+def _fault(name: str) -> str:
+    return "values that are not finite" + (", or scales that are not positive," if name.endswith(SCALE) else "")
+
+
+def _usual_name(name: str) -> str:
+    for ending, usual in _RENAMED.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending) + usual
+    return name
 
 
 def _split_unused(names: Iterable[str], num_layers: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(tensors that nobody needs, tensors of layers past the last, which are for multi-token prediction).
 
-    Rotary frequencies, which old checkpoints store, are computed from the config instead and count as neither.
+    Rotary frequencies, which old checkpoints store, are computed from the config instead, and scales for a cache in
+    8 bits from what is cached: they count as neither.
     """
     unused, speculative = [], []
     for name in sorted(names):
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         if layer and int(layer[1]) >= num_layers:
             speculative.append(name)
-        elif not name.endswith("rotary_emb.inv_freq"):
+        elif not name.endswith(_COMPUTED):
             unused.append(name)
     return tuple(unused), tuple(speculative)
 

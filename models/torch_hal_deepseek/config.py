@@ -7,38 +7,27 @@ not supported.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import torch
 
-from torch_hal.ops.rope import YarnScaling, mla_softmax_scale
+from torch_hal.ops.rope import YarnScaling, mla_softmax_scale, rope_inv_freq
 
 from .errors import ConfigError
+from .headers import read_json_file
+from .quantization import Quantization
+from .spellings import read_fields
 
-Positive = pydantic.PositiveInt
+MAX_POSITIONS = 2**24  # float32, which rotary angles are computed in, tells no more of them apart
+Positive = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
+Few = Annotated[int, pydantic.Field(gt=0, le=2**16)]
+Positions = Annotated[int, pydantic.Field(gt=0, le=MAX_POSITIONS)]
 
-_ARCHITECTURES = {"DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_RENAMED = {  # newer spelling -> the released checkpoints' one
-    "num_mtp_layers": "num_nextn_predict_layers",
-    "num_local_experts": "n_routed_experts",
-    "num_experts": "n_routed_experts",
-    "dtype": "torch_dtype",
-}
-_ONLY = {  # fields with one supported value
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_ROUTERS = {  # (scoring_func, topk_method) that exist in released models
-    ("softmax", "greedy"),
-    ("softmax", "group_limited_greedy"),
-    ("sigmoid", "noaux_tc"),
-}
 
 
 class Yarn(pydantic.BaseModel):
@@ -47,12 +36,23 @@ class Yarn(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, strict=True, allow_inf_nan=False, extra="ignore")
 
     factor: float = pydantic.Field(ge=1)
-    original_max_position_embeddings: Positive
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-    attention_factor: float | None = None
+    original_max_position_embeddings: Positions
+    beta_fast: float = pydantic.Field(32.0, gt=0)
+    beta_slow: float = pydantic.Field(1.0, gt=0)
+    mscale: float = pydantic.Field(1.0, ge=0)
+    mscale_all_dim: float = pydantic.Field(0.0, ge=0)
+    attention_factor: float | None = pydantic.Field(None, gt=0)
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.beta_slow > self.beta_fast:
+            raise ValueError(f"beta_slow {self.beta_slow} exceeds beta_fast {self.beta_fast}")
+        if self.factor * self.original_max_position_embeddings > MAX_POSITIONS:
+            raise ValueError(
+                f"factor {self.factor} times original_max_position_embeddings {self.original_max_position_embeddings} "
+                f"exceeds {MAX_POSITIONS}"
+            )
+        return self
 
     @property
     def scaling(self) -> YarnScaling:
@@ -75,16 +75,16 @@ class Config(pydantic.BaseModel):
     model_type: Literal["deepseek_v2", "deepseek_v3"]
     vocab_size: Positive
     hidden_size: Positive
-    num_hidden_layers: Positive
-    num_attention_heads: Positive
-    max_position_embeddings: Positive
+    num_hidden_layers: Few
+    num_attention_heads: Few
+    max_position_embeddings: Positions
     rms_norm_eps: float = pydantic.Field(gt=0)
 
     q_lora_rank: Positive | None  # None: queries are projected directly
     kv_lora_rank: Positive
-    qk_nope_head_dim: Positive
-    qk_rope_head_dim: Positive
-    v_head_dim: Positive
+    qk_nope_head_dim: Few
+    qk_rope_head_dim: Few
+    v_head_dim: Few
 
     rope_theta: float = pydantic.Field(gt=1)
     rope_interleave: bool = True
@@ -92,8 +92,8 @@ class Config(pydantic.BaseModel):
 
     intermediate_size: Positive
     moe_intermediate_size: Positive
-    n_routed_experts: Positive
-    n_shared_experts: pydantic.NonNegativeInt
+    n_routed_experts: Few
+    n_shared_experts: int = pydantic.Field(ge=0, le=2**16)
     num_experts_per_tok: Positive
     first_k_dense_replace: pydantic.NonNegativeInt
     moe_layer_freq: Positive = 1
@@ -104,6 +104,7 @@ class Config(pydantic.BaseModel):
     norm_topk_prob: bool
     routed_scaling_factor: float
 
+    quantization: Quantization | None = None
     tie_word_embeddings: bool = False
     num_nextn_predict_layers: pydantic.NonNegativeInt = 0  # multi-token prediction: for speculation only
     bos_token_id: int | None = None
@@ -116,16 +117,7 @@ class Config(pydantic.BaseModel):
     def _read(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             raise ValueError("not a JSON object")
-        data = _rename(data)
-        data["model_type"] = _model_type(data)
-        _refuse(data)
-        _read_rope(data)
-        _read_router(data)
-        if data.get("q_lora_rank") == 0:
-            data["q_lora_rank"] = None
-        if data.get("n_shared_experts", 0) is None:
-            data["n_shared_experts"] = 0
-        return data
+        return read_fields(data)
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -143,7 +135,25 @@ class Config(pydantic.BaseModel):
             )
         if self.topk_method == "noaux_tc" and group < 2:
             raise ValueError(f"n_group {self.n_group}: noaux_tc scores a group by two experts, it has {group}")
+        bos = frozenset() if self.bos_token_id is None else frozenset([self.bos_token_id])
+        for field, ids in (("eos_token_id", self.eos_ids), ("bos_token_id", bos)):
+            if any(not 0 <= i < self.vocab_size for i in ids):
+                raise ValueError(f"{field}: expected 0 ≤ id < vocab_size {self.vocab_size}, got {sorted(ids)}")
+        self._check_yarn()
         return self
+
+    def _check_yarn(self) -> None:
+        """What no field's own range rules out: rotary tables and a scale that are no numbers."""
+        if self.yarn is None:
+            return
+        try:
+            inv_freq = rope_inv_freq(self.qk_rope_head_dim, self.rope_theta, self.yarn.scaling)
+            numbers = (*inv_freq.tolist(), self.yarn.scaling.cos_sin_multiplier, self.softmax_scale)
+            usable = all(map(math.isfinite, numbers))
+        except (ArithmeticError, ValueError):
+            usable = False
+        if not usable:
+            raise ValueError(f"yarn: {self.yarn!r} and rope_theta {self.rope_theta} give no finite positions")
 
     @property
     def qk_head_dim(self) -> int:
@@ -180,15 +190,11 @@ class Config(pydantic.BaseModel):
 
 def load_config(path: str | Path) -> Config:
     """The configuration of the checkpoint in directory ``path``, or of a ``config.json`` itself."""
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"path: expected the directory of a checkpoint, or a config.json, got {path!r}")
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from error
-    return parse_config(data, str(file))
+    return parse_config(read_json_file(file, ConfigError), str(file))
 
 
 def parse_config(data: Any, source: str = "config") -> Config:
@@ -202,78 +208,5 @@ def parse_config(data: Any, source: str = "config") -> Config:
             message = e["msg"].removeprefix("Value error, ")
             problems.append(f"{field}: {message}" if field else message)
         raise ConfigError(f"{source}: {'; '.join(problems)}") from None
-
-
-def _rename(data: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(data)
-    for new, old in _RENAMED.items():
-        if new in data:
-            value = data[new].removeprefix("torch.") if new == "dtype" and isinstance(data[new], str) else data[new]
-            if result.setdefault(old, value) != value:
-                raise ValueError(f"{new} is {value!r} but {old} is {result[old]!r}: they are one field")
-    if result.get("torch_dtype", "") is None:
-        del result["torch_dtype"]
-    return result
-
-
-def _model_type(data: Mapping[str, Any]) -> str:
-    architectures = data.get("architectures") or [None]
-    found = data.get("model_type") or _ARCHITECTURES.get(architectures[0])
-    if found is None:
-        raise ValueError("model_type: missing")
-    if found not in _ARCHITECTURES.values():
-        sparse = " (sparse attention)" if found == "deepseek_v32" else ""
-        raise ValueError(f"model_type: {found!r}{sparse} is not supported: expected deepseek_v2 or deepseek_v3")
-    return str(found)
-
-
-def _refuse(data: Mapping[str, Any]) -> None:
-    """Raise for what would change the mathematics and is not supported."""
-    for field, value in _ONLY.items():
-        if data.get(field, value) != value:
-            raise ValueError(f"{field}: {data[field]!r} is not supported, only {value!r}")
-    if data.get("quantization_config"):
-        method = dict(data["quantization_config"]).get("quant_method", "unknown")
-        raise ValueError(f"quantization_config: quantised checkpoints ({method}) are not supported yet")
-    if sparse := [field for field in ("index_topk", "index_n_heads", "index_head_dim") if data.get(field)]:
-        raise ValueError(f"{', '.join(sparse)}: sparse attention (DSA) is not supported yet")
-    heads, kv_heads = data.get("num_attention_heads"), data.get("num_key_value_heads")
-    if None not in (heads, kv_heads) and kv_heads != heads:
-        raise ValueError(f"num_key_value_heads: {kv_heads}, expected num_attention_heads {heads}: MLA groups no heads")
-
-
-def _read_rope(data: dict[str, Any]) -> None:
-    """Rotary settings, from ``rope_scaling`` (released checkpoints) or ``rope_parameters`` (newer files)."""
-    given = {key: dict(data[key]) for key in ("rope_scaling", "rope_parameters") if data.get(key)}
-    for key, rope in given.items():
-        kind = rope.pop("rope_type", None) or rope.get("type") or "default"
-        rope.pop("type", None)
-        theta = rope.pop("rope_theta", None)
-        if theta is not None and data.setdefault("rope_theta", theta) != theta:
-            raise ValueError(f"{key}.rope_theta is {theta} but rope_theta is {data['rope_theta']}")
-        if kind not in ("default", "yarn", "deepseek_yarn"):
-            raise ValueError(f"{key}: type {kind!r} is not supported, only 'yarn' and 'default'")
-        if rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope.pop("truncate", True) is not True:
-            raise ValueError(f"{key}: partial_rotary_factor and truncate are not supported")
-        given[key] = {} if kind == "default" else {name: value for name, value in rope.items() if value is not None}
-    settings = list(given.values())
-    if len(settings) == 2 and settings[0] != settings[1]:
-        raise ValueError("rope_scaling and rope_parameters disagree")
-    data["yarn"] = settings[0] if settings and settings[0] else None
-
-
-def _read_router(data: dict[str, Any]) -> None:
-    """Router settings; where a config leaves them out, its architecture implies them."""
-    v3 = data["model_type"] == "deepseek_v3"
-    if not data.get("scoring_func"):
-        data["scoring_func"] = "sigmoid" if v3 else "softmax"
-    if v3 and not data.get("topk_method"):
-        data["topk_method"] = "noaux_tc"
-    if data.get("topk_method") == "gready":  # spelled so in early configs
-        data["topk_method"] = "greedy"
-    pair = (data["scoring_func"], data.get("topk_method"))
-    if pair[1] is not None and pair not in _ROUTERS:
-        known = ", ".join(f"{scoring}/{method}" for scoring, method in sorted(_ROUTERS))
-        raise ValueError(f"scoring_func/topk_method: {pair[0]}/{pair[1]} is not supported, only {known}")
-    if pair[1] == "greedy":  # chooses among all experts, whatever the groups
-        data["n_group"] = data["topk_group"] = 1
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply") from None

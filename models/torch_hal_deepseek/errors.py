@@ -15,3 +15,7 @@ class CheckpointError(HalError, ValueError):
 
 class CacheFull(HalError, RuntimeError):
     """The KV cache has too few free pages for what was asked."""
+
+
+class ParallelError(HalError, ValueError):
+    """A model that cannot be spread over processes as asked; what does not divide is named."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .cache import Sequence
+from .cache import Sequence, count
 from .sampling import Sampler, SamplingParams
 
 if TYPE_CHECKING:
@@ -31,14 +32,15 @@ def generate(
     """`DeepSeek.generate`: judges the request now, and runs when iterated."""
     if len(ids_T) == 0:
         raise ValueError("generate: the prompt is empty")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens: expected a number ≥ 0, got {max_new_tokens}")
+    count("max_new_tokens", max_new_tokens)
+    params = SamplingParams(temperature, top_p, top_k, min_p, 0 if seed is None else seed)
     longest = model.config.max_positions
     if len(ids_T) + max_new_tokens > longest:
         raise ValueError(f"{len(ids_T)} prompt and {max_new_tokens} new tokens exceed the model's {longest} positions")
-    if seed is None:
-        seed = int(torch.randint(2**63 - 1, ()))
-    params = SamplingParams(temperature, top_p, top_k, min_p, seed)
+    if seed is None and temperature:  # without, nothing is drawn
+        if model.ranks.size > 1:
+            raise ValueError("seed: ranks that make up one model must draw alike: give them all the same seed")
+        params = dataclasses.replace(params, seed=int(torch.randint(2**63 - 1, ())))
     return _run(model, ids_T, max_new_tokens, params, prefill_chunk)
 
 
@@ -51,9 +53,9 @@ def _run(
     sequence, cache = Sequence(), model.new_cache(len(ids_T) + max_new_tokens)
     for piece in torch.split(ids_T, prefill_chunk):
         logits_BW = model.prefill([piece], [sequence], cache)
-    for count in range(max_new_tokens):
-        id_B = sampler(logits_BW, torch.tensor([count], device=logits_BW.device))
+    for drawn in range(max_new_tokens):
+        id_B = sampler(logits_BW, torch.tensor([drawn], device=logits_BW.device))
         yield (token := int(id_B))
-        if token in model.config.eos_ids or count + 1 == max_new_tokens:
+        if token in model.config.eos_ids or drawn + 1 == max_new_tokens:
             return
         logits_BW = model.decode(id_B[:, None], [sequence], cache)[:, -1]

@@ -5,13 +5,17 @@ Shapes, as suffixes: T tokens · D hidden · E experts · K experts of a token �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
+import torch.nn.functional as F
 from torch import Tensor
 
+from .batch import Decode, Prefill
 from .config import Config
-from .errors import CheckpointError
-from .layers import MLP, Build, Targets
+from .experts import experts
+from .layers import MLP, Build
+from .parallel import Group
+from .weights import Part, Targets
 
 
 class Router:
@@ -28,17 +32,17 @@ class Router:
     renormalises (all released V2 models have ``norm_topk_prob`` false, where this makes no difference).
     """
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, prefix: str) -> None:
         c = build.config
-        self.ops = build.ops
+        self.ops, self.prefix = build.ops, prefix
         self.weight_ED = build.wide(c.n_routed_experts, c.hidden_size)
         self.bias_E = build.wide(c.n_routed_experts) if c.topk_method == "noaux_tc" else None
         self.choose: Callable[[Tensor], tuple[Tensor, Tensor]] = self._method(c)
 
-    def targets(self, prefix: str) -> Targets:
-        yield f"{prefix}.weight", self.weight_ED
+    def targets(self) -> Targets:
+        yield f"{self.prefix}.weight", Part.entire(self.weight_ED)
         if self.bias_E is not None:
-            yield f"{prefix}.e_score_correction_bias", self.bias_E
+            yield f"{self.prefix}.e_score_correction_bias", Part.entire(self.bias_E)
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(weights float32 [T, K], expert ids [T, K])"""
@@ -57,42 +61,52 @@ class Router:
 
 
 class MoE:
-    """Routed experts, packed in two weights, and the shared experts, which form one MLP."""
+    """Routed experts, and the shared experts, which form one MLP. Sum it over the ranks that share intermediates.
 
-    def __init__(self, build: Build) -> None:
-        c = build.config
-        self.ops, self.build = build.ops, build
-        self.router = Router(build)
-        self.w13_EID = build.empty(c.n_routed_experts, 2 * c.moe_intermediate_size, c.hidden_size)  # gate first
-        self.w2_EDI = build.empty(c.n_routed_experts, c.hidden_size, c.moe_intermediate_size)
-        self.shared = MLP(build, c.n_shared_experts * c.moe_intermediate_size) if c.n_shared_experts else None
+    Where experts are spread over ranks and all of these have the same tokens, each lets its experts see them all, and
+    the results are added up. Where ranks have tokens of their own, these travel to the experts, and results back.
+    """
 
-    def targets(self, prefix: str, names: Container[str]) -> Targets:
-        """Experts lie in checkpoints one by one, or packed as transformers holds them; ``names`` tells which."""
-        yield from self.router.targets(f"{prefix}.gate")
-        packed = f"{prefix}.experts.gate_up_proj"
-        if packed in names:
-            if (single := f"{prefix}.experts.0.gate_proj.weight") in names:
-                raise CheckpointError(f"{single}: duplicated, for {packed} holds it too")
-            yield packed, self.w13_EID
-            yield f"{prefix}.experts.down_proj", self.w2_EDI
-        else:
-            for e in range(self.w13_EID.shape[0]):
-                gate_ID, up_ID = self.w13_EID[e].chunk(2)
-                yield f"{prefix}.experts.{e}.gate_proj.weight", gate_ID
-                yield f"{prefix}.experts.{e}.up_proj.weight", up_ID
-                yield f"{prefix}.experts.{e}.down_proj.weight", self.w2_EDI[e]
+    def __init__(self, build: Build, prefix: str) -> None:
+        c, self.ranks = build.config, build.ranks
+        self.ops = build.ops
+        self.router = Router(build, f"{prefix}.gate")
+        self.experts = experts(build, prefix)
+        self.fused = build.fuse_shared_expert
+        self.shared: MLP | None = None
+        if c.n_shared_experts and not self.fused:
+            self.shared = MLP(build, f"{prefix}.shared_experts", c.n_shared_experts * c.moe_intermediate_size)
+        # What is summed over tp_group anyway need not be summed before.
+        self.sum = build.sum_over(self.ranks.ep if self.ranks.ep.name != self.ranks.tp.name else Group())
+
+    def targets(self) -> Targets:
+        yield from self.router.targets()
+        yield from self.experts.targets()
         if self.shared is not None:
-            yield from self.shared.targets(f"{prefix}.shared_experts")
+            yield from self.shared.targets()
 
     def prepare(self) -> None:
-        (self.w13_EID, self.w2_EDI), self.layout = self.ops.fused_experts.prepare(self.w13_EID, self.w2_EDI)
+        self.experts.prepare()
         if self.shared is not None:
             self.shared.prepare()
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, batch: Prefill | Decode) -> Tensor:
         weights_TK, ids_TK = self.router(x_TD)
-        routed_TD: Tensor = self.ops.fused_experts(x_TD, self.w13_EID, self.w2_EDI, weights_TK, ids_TK, self.layout)
+        if self.ranks.own_tokens:
+            routed_TD = self._travel(x_TD, weights_TK, ids_TK, batch.capacity)
+        else:
+            ids_TK = ids_TK - self.ranks.experts.begin if self.ranks.ep.size > 1 else ids_TK
+            if self.fused:
+                weights_TK = F.pad(weights_TK, (0, 1), value=1.0)
+                ids_TK = F.pad(ids_TK, (0, 1), value=self.experts.count - 1)
+            routed_TD = self.sum(self.experts(x_TD, weights_TK, ids_TK))
         if self.shared is None:
             return routed_TD
         return self.ops.shared_expert_add(routed_TD, self.shared(x_TD), 1.0)  # type: ignore[no-any-return]
+
+    def _travel(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, capacity: int) -> Tensor:
+        """Runs of ``capacity`` rows, the same on all ranks, so that no rank waits to hear how many tokens come."""
+        rows = [capacity] * self.ranks.ep.size
+        how = (list(self.ranks.experts_per_rank), rows, rows, self.ranks.ep.name)
+        x_ND, ids_NK, weights_NK = self.ops.ep_dispatch(x_TD, ids_TK, weights_TK, *how)
+        return self.ops.ep_combine(self.experts(x_ND, weights_NK, ids_NK), ids_TK, *how)  # type: ignore[no-any-return]

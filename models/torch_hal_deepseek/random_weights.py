@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +16,91 @@ import torch_hal as hal
 from .checkpoint import INDEX
 from .config import Config, parse_config
 from .model import allocate
+from .quantize import quantize, weight_files
+
+# DeepSeek-V3's structure on a laptop's scale: latent attention with a compressed query, YaRN positions, a dense layer,
+# then experts in groups, chosen by sigmoid scores with a correction bias, beside a shared one.
+SMALL_CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "intermediate_size": 1536,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 32,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "torch_dtype": "float32",
+}
 
 
 def random_checkpoint(
-    path: str | Path, config: Config | dict[str, Any], seed: int = 0, *, max_shard_bytes: int | None = None
+    path: str | Path,
+    config: Config | dict[str, Any],
+    seed: int = 0,
+    *,
+    mtp: bool = False,
+    max_shard_bytes: int | None = None,
 ) -> Path:
     """Write ``config.json`` and safetensors, sharded with an index if ``max_shard_bytes`` says so. Returns ``path``.
 
+    mtp: with the multi-token prediction layer, but no copies of embedding and head. FP8 where the config says so.
     Weights are normal with the deviation that keeps activations' size from layer to layer (fan-in^-1/2), norms' near
     1, the router's bias small and of both signs. Equal arguments give equal files.
     """
     config = config if isinstance(config, Config) else parse_config(config)
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
+    for old in weight_files(path):  # a stale index would win over what is written now
+        old.unlink()
     (path / "config.json").write_text(json.dumps(_to_json(config), indent=2) + "\n", encoding="utf-8")
-    shapes = allocate(config, hal.bind("cpu"), device=torch.device("meta")).targets()
     generator = torch.Generator().manual_seed(seed)
-    _save(path, {name: _random(name, like, config, generator) for name, like in shapes}, max_shard_bytes)
+    tensors = {name: _random(name, shape, config, generator) for name, shape in _shapes(config, mtp)}
+    _save(path, quantize(tensors, config.quantization) if config.quantization else tensors, max_shard_bytes)
     return path
 
 
-def _random(name: str, like: Tensor, config: Config, generator: torch.Generator) -> Tensor:
-    values = torch.randn(like.shape, generator=generator)
+def _shapes(config: Config, mtp: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What a checkpoint that is not quantised holds."""
+    config = config.model_copy(update={"quantization": None})
+    model = allocate(config, hal.bind("cpu"), device=torch.device("meta"), mtp=mtp)
+    for name, part in model.targets():
+        assert part is not None
+        yield name, part.whole
+
+
+def _random(name: str, shape: tuple[int, ...], config: Config, generator: torch.Generator) -> Tensor:
+    values = torch.randn(shape, generator=generator)
     if name.endswith("norm.weight"):
         values = 1 + 0.1 * values
     elif name.endswith("e_score_correction_bias"):
         return 0.1 * values
     elif name != "model.embed_tokens.weight":
-        values *= like.shape[-1] ** -0.5
+        values *= shape[-1] ** -0.5
     return values.to(config.dtype)
 
 
@@ -71,8 +129,10 @@ def _save(path: Path, tensors: dict[str, Tensor], max_shard_bytes: int | None) -
 
 def _to_json(config: Config) -> dict[str, Any]:
     """The fields as a released ``config.json`` spells them."""
-    data = config.model_dump(exclude={"yarn"}, exclude_none=True)
+    data = config.model_dump(exclude={"yarn", "quantization"}, exclude_none=True)
     data["q_lora_rank"] = config.q_lora_rank
     data["rope_scaling"] = {"type": "yarn", **config.yarn.model_dump(exclude_none=True)} if config.yarn else None
+    if config.quantization:
+        data["quantization_config"] = config.quantization.to_json()
     version = config.model_type.removeprefix("deepseek_v")
     return {"architectures": [f"DeepseekV{version}ForCausalLM"], **data}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +24,20 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise ValueError(f"{name}: expected a number, got {value!r}")
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name}: expected an integer, got {value!r}")
+        if not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature: expected a finite number ≥ 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected 0 < top_p ≤ 1, got {self.top_p}")
         if self.top_k < 0:
-            raise ValueError(f"top_k: expected a number ≥ 0, got {self.top_k}")
+            raise ValueError(f"top_k: expected an integer ≥ 0, got {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p: expected 0 ≤ min_p ≤ 1, got {self.min_p}")
 
@@ -45,7 +53,7 @@ class Sampler:
 
         self.greedy = column([r.temperature == 0 for r in requests], torch.bool)
         self.temperature = column([max(r.temperature, 1e-30) for r in requests], torch.float32)
-        self.top_p = column([r.top_p for r in requests], torch.float32)
+        self.top_p = column([max(r.top_p, 1e-30) for r in requests], torch.float32)
         self.top_k = column([min(r.top_k, 2**31 - 1) for r in requests], torch.int32)
         self.min_p = column([r.min_p for r in requests], torch.float32)
         self.seeds = column([_int64(r.seed) for r in requests], torch.int64)
@@ -55,6 +63,7 @@ class Sampler:
         self.uses_top_p = any(r.top_p < 1 for r in requests)
         self.uses_min_p = any(r.min_p for r in requests)
 
+    @torch.no_grad()
     def __call__(self, logits_BW: Tensor, offsets_B: Tensor) -> Tensor:
         """Ids int64 [B]. logits float32; offsets int64: the number of the draw within its request."""
         likeliest = logits_BW.argmax(-1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Protocol
 
 from .config import Config
 from .errors import ConfigError
+from .headers import read_json_file
 
 
 class Tokenizer(Protocol):
@@ -47,7 +47,7 @@ def load_tokenizer(path: str | Path, config: Config) -> Tokenizer:
     file = Path(path) / "tokenizer.json"
     if file.is_file():
         settings = Path(path) / "tokenizer_config.json"
-        prepends = settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("add_bos_token")
+        prepends = settings.is_file() and read_json_file(settings, ConfigError).get("add_bos_token")
         try:
             return File(file, config.bos_token_id if prepends else None)
         except ImportError:

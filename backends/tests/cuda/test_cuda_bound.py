@@ -78,7 +78,7 @@ CASES: list[tuple[str, str, Callable[[hal.OpSet], tuple[Any, ...]]]] = [
 
 
 def results(function: Callable[..., Any], op: hal.Op[..., Any], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    values = [a.clone() if name in op.mutates else a for name, a in zip(op.signature.parameters, args, strict=True)]
+    values = [a.clone() if name in op.mutates else a for name, a in zip(op.signature.parameters, args, strict=False)]
     result = function(*values)
     if op.mutates:
         return tuple(values[: len(op.mutates)])

@@ -83,6 +83,7 @@ def test_fused_add_rms_norm_dynamic(args: tuple[Any, ...], reason: str | None) -
         ((meta(3, 256, dtype=BF16), 128, "e4m3fn", "row_f32", 1e-4), "eps = 0.0001: built with 1e-10"),
         ((meta(3, 256, dtype=BF16), 128, "e4m3fn", "mn_ue8m0"), "'mn_ue8m0': writes row_f32 and mn_f32_tma"),
         ((meta(2, 3, 256, dtype=BF16), 128, "e4m3fn", "mn_f32_tma"), "x has 3 dimensions"),
+        ((meta(3, 256, dtype=BF16), 128, "e4m3fn", "row_f32", 1e-10, True), "another scale than the rounded one"),
     ],
 )
 def test_group_quant_static(args: tuple[Any, ...], reason: str | None) -> None:

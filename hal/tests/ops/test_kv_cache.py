@@ -1,4 +1,4 @@
-"""The paged latent cache: what is written, what is left alone, what is read back."""
+"""The paged caches: what is written, what is left alone, what is read back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_hal.errors import ArgumentError
-from torch_hal.ops.kv_cache import mla_kv_gather, mla_kv_store
+from torch_hal.ops.kv_cache import mha_kv_store, mla_kv_gather, mla_kv_store
 
 L, R = 512, 64
 
@@ -139,7 +139,64 @@ def test_offsets_past_two_to_the_31() -> None:
     assert same_bits(cache[-1, -1, :L], c_kv[0])
 
 
+HEADS, KEY, VALUE = 3, 8, 6
+
+
+def mha_call(slots: list[int], pages: int = 5, page_size: int = 3) -> dict[str, Tensor]:
+    """Poisoned caches of one layer of a pool; keys and values as slices of one projection."""
+    kv = torch.randn(len(slots), HEADS, KEY + VALUE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pool = torch.full((pages, 2, page_size, HEADS, KEY + VALUE), torch.nan, dtype=torch.bfloat16)
+    return {
+        "k_cache": pool[:, 1, ..., :KEY],
+        "v_cache": pool[:, 1, ..., KEY:],
+        "slots": torch.tensor(slots, dtype=torch.int64),
+        "k": kv[..., :KEY],
+        "v": kv[..., KEY:],
+    }
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("slots", [[7, 0, 14, 3], [-1, 5, -7, 15], [2**31 - 1, -1, 15, -1], [-1, -1, -1, 0], []])
+def test_mha_store_writes_the_named_slots_and_no_other(slots: list[int], index: torch.dtype) -> None:
+    call = mha_call(slots)
+    call["slots"] = call["slots"].to(index)
+    pool, expected = call["k_cache"]._base, mha_call(slots)
+    assert pool is not None
+    for i, slot in enumerate(slots):
+        if 0 <= slot < 15:
+            expected["k_cache"][slot // 3, slot % 3] = call["k"][i]
+            expected["v_cache"][slot // 3, slot % 3] = call["v"][i]
+    mha_kv_store(**call)
+    assert same_bits(call["k_cache"], expected["k_cache"]) and same_bits(call["v_cache"], expected["v_cache"])
+    assert bool(pool[:, 0].isnan().all())  # the pool's other layer
+
+
+def test_mha_store_without_pages_and_in_a_whole_graph() -> None:
+    mha_kv_store(**mha_call([0, 1], pages=0))
+    call, eager = mha_call([6, -1, 3]), mha_call([6, -1, 3])
+    torch.compile(mha_kv_store.reference, fullgraph=True, backend="eager")(**call)
+    mha_kv_store(**eager)
+    assert same_bits(call["k_cache"], eager["k_cache"]) and same_bits(call["v_cache"], eager["v_cache"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"v_cache": torch.zeros(4, 3, 3, 6).bfloat16()}, ["'v_cache'", "pages = 5", "(4, 3, 3, 6)"]),
+        ({"v_cache": torch.zeros(5, 3, 3, 6)}, ["'v_cache'", "torch.bfloat16", "torch.float32"]),
+        ({"k": torch.zeros(4, 2, 8).bfloat16()}, ["'k'", "H = 3", "(4, 2, 8)"]),
+        ({"v": torch.zeros(4, 3, 8).bfloat16()}, ["'v'", "Dv = 6", "(4, 3, 8)"]),
+        ({"slots": torch.zeros(5, dtype=torch.int64)}, ["'k'", "T = 5", "(4, 3, 8)"]),
+    ],
+)
+def test_mha_store_errors_name_argument_expected_and_got(change: dict[str, Tensor], words: list[str]) -> None:
+    with pytest.raises(ArgumentError) as error:
+        mha_kv_store(**{**mha_call([0, 1, 2, 3]), **change})
+    assert all(word in str(error.value) for word in ["mha_kv_store", "expected", "got", *words]), str(error.value)
+
+
 def test_schema_declares_the_write() -> None:
+    assert mha_kv_store.schema == ("(Tensor(a0!) k_cache, Tensor(a1!) v_cache, Tensor slots, Tensor k, Tensor v) -> ()")
     assert mla_kv_store.schema == "(Tensor(a0!) cache, Tensor slots, Tensor c_kv, Tensor k_pe) -> ()"
     assert mla_kv_gather.schema == "(Tensor cache, Tensor slots, SymInt kv_lora_rank) -> (Tensor, Tensor)"
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from bounds import DTYPES, assert_traces, assert_within, same_bits
 from fp8_codec import decode
 from torch import Tensor
 
+import torch_hal as hal
 from torch_hal.errors import ArgumentError
 from torch_hal.formats import FP8_KINDS, SCALE_LAYOUTS, to_fp8
 from torch_hal.ops.linear import absorbed_bmm, fp8_block_linear, linear, router_gemm
@@ -52,6 +54,50 @@ def test_linear_any_leading_shape(shape: tuple[int, ...]) -> None:
     assert y.shape == (*shape[:-1], 5)
     torch.testing.assert_close(y.reshape(-1, 5), x.reshape(-1, 8) @ weight.T)
     assert torch.equal(linear(normal(2, 0), normal(5, 0)), torch.zeros(2, 5))
+
+
+class FusedQkvA:
+    """A plugin with a kernel like ``dsv3_fused_a_gemm``: bfloat16, K % 256 == 0, N % 16 == 0, 1 to 16 tokens."""
+
+    @hal.hookimpl
+    def torch_hal_kernels(self) -> Iterator[hal.Kernel]:
+        def static(x: Tensor, weight: Tensor, layout: str = "plain") -> str | None:
+            if x.dtype != torch.bfloat16 or weight.shape[0] % 16 or weight.shape[1] % 256:
+                return "takes bfloat16, N % 16 == 0 and K % 256 == 0"
+            return None
+
+        def dynamic(x: Tensor, weight: Tensor, layout: str = "plain") -> str | None:
+            return None if 1 <= x.shape[0] <= 16 else f"takes 1 to 16 tokens, got {x.shape[0]}"
+
+        def run(x: Tensor, weight: Tensor, layout: str = "plain") -> Tensor:
+            self.calls.append(x.shape[0])
+            return (x.float() @ weight.T.float()).to(x.dtype)  # which reads [K, N], column-major: no copy of the weight
+
+        yield hal.Kernel("linear", "fused_a", run=run, static=static, dynamic=dynamic)
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+
+def test_fused_qkv_a_is_a_linear_with_kernels_of_its_own() -> None:
+    """One product gives what q_a, latent and rotary key are alone; a small-batch kernel hands larger ones over."""
+    plugin = FusedQkvA()
+    hal.register(plugin, "fused_a_test")
+    try:
+        ops = hal.bind("cpu")
+        parts = [normal(n, 256, dtype=torch.bfloat16, seed=n) for n in (48, 32, 16)]
+        fused, x = torch.cat(parts), normal(17, 256, dtype=torch.bfloat16)
+        layer = ops.linear.specialize(normal(1, 256, dtype=torch.bfloat16).to("meta"), fused)
+        with pytest.warns(hal.FallbackWarning, match=r"takes 1 to 16 tokens, got 17"):
+            results = {tokens: layer(x[:tokens], fused) for tokens in (1, 16, 17)}
+        for tokens, result in results.items():
+            for y, weight in zip(result.split([48, 32, 16], dim=-1), parts, strict=True):
+                assert_within(y, *exact_linear(x[:tokens], weight), length=256)
+        assert plugin.calls == [1, 16]
+        ops.linear(x[:1], fused[:40])  # another shape: refused too
+        assert plugin.calls == [1, 16]
+    finally:
+        hal.unregister("fused_a_test")
 
 
 def test_plain_prepare_is_the_weight_itself() -> None:
@@ -210,7 +256,10 @@ def test_float64_scales_make_it_an_oracle() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x_scale_layout": "row_fp32"}, r"'x_scale_layout': expected the layout is one of row_f32, mn_f32_tma"),
+        (
+            {"x_scale_layout": "row_fp32"},
+            r"'x_scale_layout': expected the layout is one of row_f32, mn_f32, mn_f32_tma",
+        ),
         ({"x_scale_layout": "mn_f32_tma"}, r"expected x_scale has its layout's strides .*got .*strides \(3, 1\)"),
         ({"x_scale_layout": "mn_ue8m0"}, r"expected x_scale has its layout's dtype .*got .*torch.float32"),
         ({"x_scale": SCALE_LAYOUTS["mn_f32_tma"].pack(distinct(5, 3))}, r"layout's strides .*strides \(1, 8\)"),

@@ -141,6 +141,11 @@ def test_expert_outputs_stay_in_float32_until_the_last_rounding() -> None:
     assert fused_experts(one, w13, w2, torch.ones(1, 2), ids).item() == 2.0**-10
 
 
+def test_a_rank_without_experts_gives_zeros() -> None:
+    x, w13, w2, weights, ids = make(3, 4, 2)
+    assert torch.equal(fused_experts(x, w13[:0], w2[:0], weights, torch.full_like(ids, -1)), torch.zeros_like(x))
+
+
 def test_repeated_ids_count_twice() -> None:
     x, w13, w2, _, _ = make(3, 4, 1)
     once = fused_experts(x, w13, w2, torch.ones(3, 1), torch.full((3, 1), 2))

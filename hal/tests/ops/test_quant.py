@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,12 @@ from torch import Tensor
 
 from torch_hal.errors import ArgumentError
 from torch_hal.formats import FP8_KINDS, SCALE_LAYOUTS
-from torch_hal.ops.quant import per_token_group_quant_fp8
+from torch_hal.ops.quant import (
+    per_tensor_quant_fp8,
+    per_token_group_quant_fp8,
+    per_token_quant_fp8,
+    static_quant_fp8,
+)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -60,8 +66,10 @@ def test_zero_groups_have_finite_scales_and_zero_codes(kind: str, name: str) -> 
     scales = SCALE_LAYOUTS[name].unpack(scale, 2)
     assert not q.view(torch.uint8)[0, :128].any()
     assert scales.isfinite().all() and (scales > 0).all()
-    if name != "mn_ue8m0":
-        assert scales[0, 0].item() == pytest.approx(1e-10 / FP8_KINDS[kind].quant_max)
+    expected = 1e-10 / FP8_KINDS[kind].quant_max
+    if name == "mn_ue8m0":  # bounded first, rounded then: a power of two for zeros as well
+        expected = 2.0 ** math.ceil(math.log2(expected))
+    assert scales[0, 0].item() == pytest.approx(expected)
 
 
 def test_eps_bounds_amax_from_below() -> None:
@@ -93,10 +101,13 @@ def test_divides_by_the_scale_instead_of_multiplying_by_its_reciprocal() -> None
     assert per_token_group_quant_fp8(x, 2)[0].float().tolist() == [[448.0, 24.0]]
 
 
-def test_ue8m0_quantises_with_the_scale_that_it_stores() -> None:
+@pytest.mark.parametrize("name", SCALE_LAYOUTS)
+def test_ue8m0_quantises_with_the_scale_that_it_stores(name: str) -> None:
     x = normal(4, 512)
-    q, scale = per_token_group_quant_fp8(x, 128, scale_layout="mn_ue8m0")
-    scales = SCALE_LAYOUTS["mn_ue8m0"].unpack(scale, 4)
+    q, scale = per_token_group_quant_fp8(x, 128, scale_layout=name, ue8m0=True)
+    scales = SCALE_LAYOUTS[name].unpack(scale, 4)
+    codes, expected = quantise(x, 128, "e4m3fn", ue8m0=True)
+    assert torch.equal(q.view(torch.uint8), codes) and torch.equal(scales, expected)
     restored = (q.float().reshape(4, 4, 128) * scales[..., None]).flatten(1)
     assert ((restored - x).abs() <= x.abs() / 16 + scales.repeat_interleave(128, 1) * 2**-10).all()
     exact = x.reshape(4, 4, 128).abs().amax(-1) / 448
@@ -154,6 +165,85 @@ def test_codes_decode_to_x() -> None:
     assert ((values * scale - x).abs() <= x.abs() / 16 + scale * 2**-10).all()
 
 
+# One scale a row, one for all, and one from outside.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_a_scale_for_each_token(dtype: torch.dtype, kind: str) -> None:
+    x = (normal(4, 576) * torch.logspace(-3, 3, 4)[:, None]).to(dtype)[:, :510]
+    x[1] = 0
+    q, scale = per_token_quant_fp8(x, kind)
+    codes, scales = quantise(x, 510, kind, ue8m0=False)
+    assert q.dtype == FP8_KINDS[kind].dtype and q.is_contiguous() and scale.dtype == torch.float32
+    assert torch.equal(q.view(torch.uint8), codes) and torch.equal(scale, scales)
+    assert scale[1].item() == pytest.approx(1e-10 / FP8_KINDS[kind].quant_max) and not q[1].float().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_one_scale_for_the_tensor(dtype: torch.dtype, kind: str) -> None:
+    x = normal(3, 4, 48, dtype=dtype)[..., :32]
+    q, scale = per_tensor_quant_fp8(x, kind)
+    codes, scales = quantise(x.reshape(1, -1), x.numel(), kind, ue8m0=False)
+    assert q.dtype == FP8_KINDS[kind].dtype and q.shape == x.shape and q.is_contiguous()
+    assert torch.equal(q.view(torch.uint8).flatten(), codes[0])
+    assert scale.shape == (1,) and scale.dtype == torch.float32 and scale.item() == scales.item()
+    assert same_bits(static_quant_fp8(x, scale, kind), q)  # its own scale, given back
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0), (2, 3), ()])
+def test_one_scale_of_nothing_or_of_zeros_is_finite(shape: tuple[int, ...]) -> None:
+    q, scale = per_tensor_quant_fp8(torch.zeros(shape))
+    assert q.shape == shape and not q.float().any()
+    assert scale.tolist() == [pytest.approx(1e-10 / 448)]
+
+
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_a_static_scale_saturates(kind: str) -> None:
+    largest = FP8_KINDS[kind].quant_max
+    x = torch.tensor([[1.0, -1.0, 4000.0, -4000.0, math.inf, -math.inf, 0.25 * largest, math.nan]])
+    q = static_quant_fp8(x, torch.tensor([0.25]), kind)
+    expected = [4.0, -4.0, largest, -largest, largest, -largest, largest]
+    assert q.float()[0, :-1].tolist() == expected and q.float()[0, -1].isnan()
+    assert q.view(torch.uint8)[0].tolist() == [encode(v / 0.25, kind) for v in x[0].tolist()]
+
+
+def test_the_static_scale_divides() -> None:
+    scale = torch.tensor([7.0])
+    assert static_quant_fp8(torch.tensor([[175.0]]), scale).item() == 24  # 25 is half-way; 175 · (1/7) is above it
+
+
+def test_row_and_tensor_scales_any_strides_empties_and_traces() -> None:
+    x = normal(64, 6).T
+    assert same_bits(per_token_quant_fp8(x)[0], per_token_quant_fp8(x.contiguous())[0])
+    assert same_bits(per_tensor_quant_fp8(x)[0], per_tensor_quant_fp8(x.contiguous())[0])
+    assert [t.shape for t in per_token_quant_fp8(normal(0, 8))] == [(0, 8), (0, 1)]
+    assert [t.shape for t in per_token_quant_fp8(normal(8))] == [(8,), (1,)]
+    assert_traces(per_token_quant_fp8, x, "e4m3fnuz")
+    assert_traces(per_tensor_quant_fp8, x, "e4m3fnuz")
+    assert_traces(static_quant_fp8, x, torch.ones(1), "e4m3fnuz")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: per_token_quant_fp8(normal(2, 0)), r"per_token_quant_fp8: .*a row has at least one element .*got K=0"),
+        (lambda: per_token_quant_fp8(normal(2, 8), "fp8"), r"per_token_quant_fp8: argument 'fp8'.*got fp8='fp8'"),
+        (lambda: per_tensor_quant_fp8(normal(2, 8), eps=0.0), r"per_tensor_quant_fp8: argument 'eps'.*got eps=0.0"),
+        (lambda: per_tensor_quant_fp8(normal(2, 8).int()), r"per_tensor_quant_fp8: argument 'x'.*got torch.int32"),
+        (lambda: static_quant_fp8(normal(2, 8), normal(2)), r"static_quant_fp8: argument 'scale'.*got shape \(2,\)"),
+        (
+            lambda: static_quant_fp8(normal(2, 8), torch.ones(1).half()),
+            r"static_quant_fp8: argument 'scale': expected torch.float32, got torch.float16",
+        ),
+    ],
+)
+def test_scale_errors_name_argument_expected_and_got(call: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -176,3 +266,4 @@ def test_errors_name_argument_expected_and_got(change: dict[str, object], messag
 def test_traces(name: str) -> None:
     x = normal(5, 576, dtype=torch.bfloat16)[:, :512]
     assert_traces(per_token_group_quant_fp8, x, 128, "e4m3fnuz", name)
+    assert_traces(per_token_group_quant_fp8, x, 128, "e4m3fn", name, ue8m0=True)

@@ -116,9 +116,19 @@ def _blocks(cu_q: Tensor, cu_k: Tensor, blocks: int, size: int, causal: bool) ->
 
 
 def paged(
-    attend: Attend, q: Tensor, cache: Tensor, page_table: Tensor, seq_lens: Tensor, scale: float, value_dim: int
+    attend: Attend,
+    q: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    value_dim: int,
+    read: Callable[[Tensor], Tensor] = wide,
 ) -> tuple[Tensor, Tensor]:
-    """``attend`` of q [B, s, H, L + R] over each sequence's pages, as many sequences at a time as memory allows."""
+    """``attend`` of q [B, s, H, L + R] over each sequence's pages, as many sequences at a time as memory allows.
+
+    ``read`` gives what rows of the cache [n, m, W] mean, wide [n, m, L + R].
+    """
     (batch, queries, heads, width), (pages, page_size, _) = q.shape, cache.shape
     keys = page_table.shape[1] * page_size
     if min(batch, queries, heads, keys, pages) == 0:
@@ -131,7 +141,7 @@ def paged(
     parts = []
     for i in range(0, batch, step):
         some = slice(i, i + step)
-        kv = wide(cache[table[some]].flatten(1, 2).masked_fill(absent[some, :, None], 0))
+        kv = read(cache[table[some]].flatten(1, 2)).masked_fill(absent[some, :, None], 0)
         out, lse = attend(wide(q[some]).flatten(1, 2), kv, kv[..., :value_dim], limits[some], scale)
         parts.append((narrow(out, q), lse))
     out, lse = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -6,15 +6,19 @@ rounded to a narrow type; a query without keys gives out 0 and lse -inf.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from ..check import FLOAT
+from ..check import FLOAT, FP8
 from ..contracts import Contracts
 from ..errors import ArgumentError
+from ..kv_formats import KV_FORMATS
 from ..numerics import narrow, wide
 from ..op import PLAIN, op
-from ._attention import attend, attend_intermediate, attend_terms, exact_lse, finite_terms, paged, varlen
+from ._attention import Attend, attend, attend_intermediate, attend_terms, exact_lse, finite_terms, paged, varlen
+from .kv_cache import decode_rows
 
 LSE = (torch.float32, torch.float64)  # float64 where the inputs are
 ROUNDING = (
@@ -186,6 +190,68 @@ def mla_decode(
     """
     q = torch.cat([q_nope, q_pe], -1)
     return paged(attend, q, cache, page_table, seq_lens, scale, q_nope.shape[-1])
+
+
+def _paged_fp8(
+    attend: Attend,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_format: str,
+    plan: Tensor | None = None,
+    layout: str = PLAIN,
+) -> tuple[Tensor, Tensor]:
+    q, rank = torch.cat([q_nope, q_pe], -1), q_nope.shape[-1]
+
+    def read(rows: Tensor) -> Tensor:
+        return torch.cat(decode_rows(rows, cache.dtype, rank, kv_format, wide(q).dtype), -1)
+
+    return paged(attend, q, cache.view(torch.uint8), page_table, seq_lens, scale, rank, read)
+
+
+@op(
+    shapes={**mla_decode.shapes, "cache": "pages page_size W"},
+    free=("B", "P", "pages"),
+    dtypes={**mla_decode.dtypes, "cache": FP8},
+    where={
+        "kv_format in KV_FORMATS": f"the format is one of {', '.join(KV_FORMATS)}",
+        "KV_FORMATS[kv_format].fits(W, L)": "the format's tiles divide the latent, and a row of the cache has room",
+        "W == KV_FORMATS[kv_format].row_bytes(L, R)": "a row of the cache has the format's bytes for L and R",
+    },
+    fake=mla_decode.fake,
+    reduces=mla_decode.reduces,
+    flops=mla_decode.flops,
+    traffic="B * P * page_size * W + B * s * H * (2 * L + R) * q_nope.element_size() + 4 * B * (s * H + P + 1)",
+    terms=lambda *args, **kwargs: finite_terms(*_paged_fp8(attend_terms, *args, **kwargs)),
+    intermediate=lambda *args, **kwargs: exact_lse(*_paged_fp8(attend_intermediate, *args, **kwargs)),
+    plan=plan_mla_decode,
+    contracts=replace(
+        mla_decode.contracts,
+        C5_fp8_kind="cache's dtype.",
+        C6_fp8_cast="None: codes are read, queries stay as they are.",
+        C9_rounding=f"Rows mean code · scale in float32, unrounded. {ROUNDING}",
+    ),
+)
+def mla_decode_fp8(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_format: str,
+    plan: Tensor | None = None,
+    layout: str = PLAIN,
+) -> tuple[Tensor, Tensor]:
+    """`mla_decode` over an 8-bit latent cache, whose rows `mla_kv_store_fp8` wrote.
+
+    cache: [pages, page_size, W] of fp8, W the bytes of a row in ``kv_format`` (see `KV_FORMATS`). Everything else,
+    is as in `mla_decode` over the rows [c_kv | k_pe] that the codes mean. Returns (out, lse) as it does.
+    """
+    return _paged_fp8(attend, q_nope, q_pe, cache, page_table, seq_lens, scale, kv_format)
 
 
 def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:

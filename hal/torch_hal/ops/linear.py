@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..check import FLOAT, FP8
 from ..contracts import Contracts
-from ..formats import SCALE_LAYOUTS
+from ..formats import BLOCK as BLOCK  # in the declared shapes
+from ..formats import SCALE_LAYOUTS, expand_block_scales
 from ..numerics import narrow, wide
 from ..op import PLAIN, op
-
-BLOCK = 128  # DeepSeek's quantisation block: 1×128 of activations, 128×128 of weights
+from ._fp8 import matmul_blocks
 
 
 def _linear_terms(x: Tensor, weight: Tensor) -> Tensor:
@@ -41,6 +41,10 @@ def linear(x: Tensor, weight: Tensor, layout: str = PLAIN) -> Tensor:
 
     x: [..., K] bf16/f16/f32, any strides; weight: [N, K], x's dtype, in the layout that ``layout`` names.
     Returns [..., N], x's dtype: summed in float32, rounded once. K = 0 gives zeros.
+
+    What reads the same x is one call, its weights joined by rows: gate and up, or MLA's q_a, latent and rotary key
+    (fused qkv_a, [2112, 7168] in DeepSeek-V3). Kernels for such a shape alone, as ``dsv3_fused_a_gemm`` for at most 16
+    tokens, are kernels of this op that refuse the rest.
     """
     return narrow(torch.nn.functional.linear(wide(x), wide(weight)), x)
 
@@ -151,13 +155,5 @@ def fp8_block_linear(
     block: 576 rows have 5 scales, the last for 64. Returns [M, N] out_dtype.
     Raises ArgumentError for a layout's wrong name, dtype, shape or strides. A NaN code gives NaN in its row or column.
     """
-    columns = weight_scale.shape[1]
-    x_scales = wide(SCALE_LAYOUTS[x_scale_layout].unpack(x_scale, columns))
-    weight_scales = wide(weight_scale).repeat_interleave(BLOCK, dim=0)[: weight.shape[0]]
-    total = x_scales.new_zeros(x.shape[0], weight.shape[0])
-    for b in range(columns):
-        block = slice(b * BLOCK, (b + 1) * BLOCK)
-        # Codes are exact in any wider type: they take the scales', which an oracle makes float64.
-        partial = x[:, block].to(weight_scales.dtype) @ weight[:, block].to(weight_scales.dtype).T
-        total = total + partial * x_scales[:, b, None] * weight_scales[:, b]
-    return total.to(out_dtype)
+    x_scales = wide(SCALE_LAYOUTS[x_scale_layout].unpack(x_scale, weight_scale.shape[1]))
+    return matmul_blocks(x, x_scales, weight, expand_block_scales(wide(weight_scale), weight.shape[0])).to(out_dtype)

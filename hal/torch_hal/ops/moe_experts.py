@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..check import FLOAT, INDEX, ceil_div
+from ..check import FLOAT, FP8, INDEX
 from ..contracts import Contracts
+from ..formats import BLOCK as BLOCK  # in the declared shapes
+from ..formats import expand_block_scales
 from ..numerics import narrow, wide
 from ..op import PLAIN, op
+from ._fp8 import matmul_blocks, quantise_blocks
+from ._moe import take, through_experts
 
 
 def prepare_experts(w13: Tensor, w2: Tensor) -> list[Tensor]:
@@ -45,7 +48,7 @@ def fused_experts_intermediate(
         "topk_weights": (torch.float32, torch.float64),
         "topk_ids": INDEX,
     },
-    where={"E >= 1 and K >= 1": "there is an expert, and each token has a place for one"},
+    where={"K >= 1": "each token has a place for one expert"},
     rounds=2,
     reduces="max(D, I)",
     flops="6 * T * K * D * I",
@@ -54,6 +57,7 @@ def fused_experts_intermediate(
     intermediate=fused_experts_intermediate,
     prepare=prepare_experts,
     contracts=Contracts(
+        C1_empties="Zero tokens give zero rows. Without experts (E = 0, a rank that has none) every row is zero.",
         C7_sentinels="An id that is -1 or otherwise outside [0, E) contributes exactly 0, whatever its weight.",
         C8_unwritten_rows="Every row is written: a token without any valid id gives zeros.",
         C9_rounding="float32 accumulation; the activation is rounded to x's dtype once, between the GEMMs; experts' "
@@ -116,40 +120,6 @@ def shared_expert_add(routed: Tensor, shared: Tensor, alpha: float) -> Tensor:
     return narrow(wide(routed) + wide(shared) * alpha, routed)
 
 
-class ExpertBlocks(NamedTuple):
-    """Assignments (token, k) packed into blocks of one expert each. All sizes are static, all indices on the device."""
-
-    expert: Tensor  # [blocks] the expert of each block; blocks nobody needs have a valid one too
-    token: Tensor  # [blocks, rows] the token in each row; spare rows hold token 0, and nothing reads their results
-    row: Tensor  # [T * K] where each assignment went, counted over all blocks
-
-
-def _block_by_expert(topk_ids: Tensor, num_experts: int) -> ExpertBlocks:
-    """Sort assignments by expert and pad each expert's run to whole blocks, without asking the host how many.
-
-    Blocks have ⌈assignments / experts⌉ rows: one for a decoded token, about an even share of a long prompt, so that
-    at most twice the needed rows are computed. Assignments without a valid id form a last group of their own.
-    """
-    assignments, top_k = topk_ids.numel(), topk_ids.shape[1]
-    rows = ceil_div(assignments, num_experts)
-    groups = num_experts + 1
-    blocks = (assignments + min(groups, assignments) * (rows - 1)) // rows  # enough however they are spread
-    count = torch.arange(assignments, device=topk_ids.device)
-
-    ids = topk_ids.flatten().to(torch.int64)
-    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    sorted_ids, order = torch.sort(ids, stable=True)
-    start = torch.searchsorted(sorted_ids, torch.arange(groups + 1, device=ids.device))
-    group_blocks = (start.diff() + rows - 1) // rows
-    end_block = group_blocks.cumsum(0)
-    rank = count - start[sorted_ids]
-    row = torch.empty_like(ids).scatter(0, order, (end_block - group_blocks)[sorted_ids] * rows + rank)
-
-    token = torch.zeros(blocks * rows, dtype=torch.int64, device=ids.device).scatter(0, row, count // top_k)
-    expert = torch.searchsorted(end_block, count[:blocks], right=True).clamp(max=num_experts - 1)
-    return ExpertBlocks(expert, token.view(blocks, rows), row)
-
-
 def _through_experts(
     x: Tensor,
     w13: Tensor,
@@ -158,23 +128,162 @@ def _through_experts(
     topk_ids: Tensor,
     activate: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The weighted sum over K in `wide`. Weights are gathered one token's worth (K experts) at a time."""
-    num_tokens, top_k = topk_ids.shape
-    if num_tokens == 0:
-        return wide(torch.zeros_like(x))
-    expert, token, row = _block_by_expert(topk_ids, w13.shape[0])
-    parts = []
-    for first in range(0, expert.shape[0], top_k):
-        experts, tokens = expert[first : first + top_k], token[first : first + top_k]
+    def run(experts: Tensor, tokens: Tensor) -> Tensor:
         hidden = torch.bmm(wide(x[tokens]), wide(w13.index_select(0, experts)).mT)
         activated = narrow(activate(hidden), x)
-        parts.append(torch.bmm(wide(activated), wide(w2.index_select(0, experts)).mT))
-    outputs = torch.cat(parts).flatten(0, 1)[row.view(num_tokens, top_k)]
-    valid = (topk_ids >= 0) & (topk_ids < w13.shape[0])
-    weighted = outputs * topk_weights.unsqueeze(-1)
-    return torch.where(valid.unsqueeze(-1), weighted, 0.0).sum(1)  # not times 0: an unchosen expert may overflow
+        return torch.bmm(wide(activated), wide(w2.index_select(0, experts)).mT)
+
+    return through_experts(topk_weights, topk_ids, x, w13.shape[0], run)
 
 
 def _silu_and_mul(hidden: Tensor) -> Tensor:
     gate, up = hidden.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+def prepare_experts_fp8_block(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> list[Tensor]:
+    """The plain layout: codes and scales as they are."""
+    return [w13, w13_scale, w2, w2_scale]
+
+
+def fp8_experts_terms(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    ue8m0: bool = False,
+    layout: str = PLAIN,
+) -> Tensor:
+    """Sum of the absolute products of the second GEMM, weighted: the scale of an output's rounding errors."""
+
+    def multiply(a: Tensor, a_scales: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+        return matmul_blocks(wide(a).abs(), a_scales, wide(w).abs(), w_scales.abs())
+
+    weights = (w13, w13_scale, w2, w2_scale)
+    return _through_fp8_experts(x, *weights, topk_weights.abs(), topk_ids, ue8m0, multiply)
+
+
+def fp8_experts_intermediate(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    ue8m0: bool = False,
+    layout: str = PLAIN,
+) -> Tensor:
+    """2-norm of the products that the activation's codes enter: how codes that come out as neighbours add up.
+
+    Below the least normal code the grid is even, and an error no smaller than there.
+    """
+    least = torch.finfo(w13.dtype).smallest_normal
+
+    def multiply(a: Tensor, a_scales: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+        a = wide(a).abs().clamp(min=least)
+        return matmul_blocks(a.square(), a_scales.square(), wide(w).square(), w_scales.square())
+
+    weights = (w13, w13_scale, w2, w2_scale)
+    return _through_fp8_experts(x, *weights, topk_weights.square(), topk_ids, ue8m0, multiply).sqrt()
+
+
+@op(
+    shapes={
+        "x": "T D",
+        "w13": "E 2*I D",
+        "w13_scale": "E 2*ceil_div(I,BLOCK) ceil_div(D,BLOCK)",
+        "w2": "E D I",
+        "w2_scale": "E ceil_div(D,BLOCK) ceil_div(I,BLOCK)",
+        "topk_weights": "T K",
+        "topk_ids": "T K",
+    },
+    dtypes={
+        "x": FLOAT,
+        "w13": FP8,
+        "w13_scale": torch.float32,
+        "w2": "w13",
+        "w2_scale": torch.float32,
+        "topk_weights": (torch.float32, torch.float64),
+        "topk_ids": INDEX,
+    },
+    where={"K >= 1": "each token has a place for one expert"},
+    reduces="max(D, I)",
+    flops="6 * T * K * D * I",
+    traffic="min(E, T * K) * 3 * I * D + 2 * T * D * x.element_size() + T * K * (4 + topk_ids.element_size())",
+    terms=fp8_experts_terms,
+    intermediate=fp8_experts_intermediate,
+    intermediate_dtype=torch.float8_e4m3fn,
+    prepare=prepare_experts_fp8_block,
+    contracts=Contracts(
+        C1_empties="Zero tokens give zero rows. Without experts (E = 0, a rank that has none) every row is zero.",
+        C5_fp8_kind="w13 and w2 are of one kind, e4m3fn or e4m3fnuz; x and the activation are quantised to the same.",
+        C6_fp8_cast="x and the activation are clamped to ±quant_max before the cast, as `per_token_group_quant_fp8` "
+        "does.",
+        C7_sentinels="An id that is -1 or otherwise outside [0, E) contributes exactly 0, whatever its weight.",
+        C8_unwritten_rows="Every row is written: a token without any valid id gives zeros.",
+        C9_rounding="x, and then the activation, are rounded to codes. Each block of 128 of a GEMM's sum is scaled and "
+        "added in float32. Experts' outputs stay float32, are weighted and summed over K in float32, and rounded once. "
+        "A kernel may round gate, up, the activation or an expert's output to x's dtype besides: that moves some codes "
+        "to their neighbours, which the bound allows for.",
+        C10_determinism="Terms are summed in the order of K. Other tokens may change the last bits of a GEMM's sum, "
+        "and by them a code of the activation, never more: NaN and inf stay in the rows that hold them.",
+        C12_scale_owner="Applies no routed scaling factor: topk_weights carry it.",
+        C13_ids="Takes int32 or int64 ids and float32 weights.",
+    ),
+)
+def fused_experts_fp8_block(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    ue8m0: bool = False,
+    layout: str = PLAIN,
+) -> Tensor:
+    """`fused_experts` on FP8 weights with a scale for every 128×128 block: activations are quantised on the way.
+
+    x and the activation silu(gate) ⊙ up become codes with one scale for each 128 consecutive elements of a row
+    (`per_token_group_quant_fp8` with its eps 1e-10; with ``ue8m0``, scales rounded up to powers of two first, as
+    checkpoints with ``scale_fmt: ue8m0`` were trained); both GEMMs are as in `fp8_block_linear`.
+
+    x: [T, D] bf16/f16/f32; w13: [E, 2I, D], the gate's rows first, and w2: [E, D, I], one fp8 kind; w13_scale:
+    [E, 2⌈I/128⌉, ⌈D/128⌉], the gate's blocks and then up's, each counted from its own first row; w2_scale:
+    [E, ⌈D/128⌉, ⌈I/128⌉], both float32 and multiplied with; or the four as ``prepare`` gave them with ``layout``.
+    D and I may end in partial blocks, whose group of an activation is shorter too. topk_weights: float32 [T, K],
+    applied after the second GEMM; topk_ids: [T, K], repeats count twice. Any strides. Returns [T, D] in x's dtype.
+    A row of x with inf or NaN gives an unspecified row.
+    """
+    weights = (w13, w13_scale, w2, w2_scale)
+    return narrow(_through_fp8_experts(x, *weights, topk_weights, topk_ids, ue8m0, matmul_blocks), x)
+
+
+def _through_fp8_experts(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    ue8m0: bool,
+    multiply: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The weighted sum over K in `wide`, with ``multiply`` as the second GEMM."""
+    # Always in float32: which codes x has is part of the meaning, not an error that an oracle could be free of.
+    codes, scales = quantise_blocks(x.to(torch.float32), w13.dtype, ue8m0)
+
+    def run(experts: Tensor, tokens: Tensor) -> Tensor:
+        halves = wide(w13_scale[experts]).chunk(2, dim=1)
+        w13_scales = torch.cat([expand_block_scales(half, w2.shape[2]) for half in halves], dim=1)
+        hidden = matmul_blocks(take(codes, tokens), scales[tokens], take(w13, experts), w13_scales)
+        activated, activated_scales = quantise_blocks(_silu_and_mul(hidden), w13.dtype, ue8m0)
+        w2_scales = expand_block_scales(wide(w2_scale[experts]), w2.shape[1])
+        return multiply(activated, activated_scales, take(w2, experts), w2_scales)
+
+    return through_experts(topk_weights, topk_ids, x, w13.shape[0], run)

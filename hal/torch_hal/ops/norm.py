@@ -16,7 +16,7 @@ from ..op import op
     dtypes={"x": FLOAT, "weight": ("x", torch.float32)},
     reduces="D",
     flops="4 * x.numel()",
-    terms=lambda x, weight, eps: _normalise(wide(x), weight, eps).abs(),
+    terms=lambda x, weight, eps: normalise(wide(x), weight, eps).abs(),
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang & Sennrich, 2019).
@@ -25,16 +25,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns x's shape and dtype: x / sqrt(mean(x²) + eps) · weight, in float32, rounded once.
     All-zero rows give zeros when eps > 0; an inf in a row gives NaN there; NaN propagates within its row.
     """
-    return narrow(_normalise(wide(x), weight, eps), x)
+    return narrow(normalise(wide(x), weight, eps), x)
 
 
-def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of `wide` x, unrounded."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * wide(weight)
 
 
 def _add_terms(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, residual = wide(x), wide(residual)
-    return _normalise(x + residual, weight, eps).abs(), x.abs() + residual.abs()
+    return normalise(x + residual, weight, eps).abs(), x.abs() + residual.abs()
 
 
 _TWO_ROUNDINGS = "The sum stays in float32 for the norm; norm and sum are rounded once each."
@@ -57,7 +58,7 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     not the rounded one (vLLM): the two differ by one unit in the last place.
     """
     s = wide(x) + wide(residual)
-    return narrow(_normalise(s, weight, eps), x), narrow(s, x)
+    return narrow(normalise(s, weight, eps), x), narrow(s, x)
 
 
 def _apart(x: Tensor, residual: Tensor) -> bool:

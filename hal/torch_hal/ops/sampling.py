@@ -1,13 +1,17 @@
-"""Sampling: filters over probabilities, and a draw whose randomness belongs to the request.
+"""Sampling: a mask over logits, filters over probabilities, and a draw whose randomness belongs to the request.
 
-Models apply ``top_k_renorm``, then ``top_p_renorm``, then ``min_p_renorm``, then `sample`.
+Models mask logits with ``apply_token_bitmask_``, then pass their softmax through ``top_k_renorm``, ``top_p_renorm`` and
+``min_p_renorm``, in this order, then `sample`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from ..check import FLOAT, INDEX
 from ..contracts import Contracts
 from ..numerics import wide
 from ..op import declared, op
@@ -122,6 +126,41 @@ def sample(probs: Tensor, seeds: Tensor, offsets: Tensor) -> Tensor:
     return torch.where(first < probs.shape[-1], first, last).to(torch.int32)
 
 
+_BITMASK_SHAPES = {"logits": "B V", "bitmask": "B ceil_div(V,32)", "indices": "_"}
+_BITMASK_DTYPES = {"logits": FLOAT, "bitmask": torch.int32, "indices": INDEX}
+_BITMASK = Contracts(
+    C3_strides="Outer strides are free: bitmask may be a slice of a wider one.",
+    C7_sentinels="A negative or too large entry of indices is skipped; bits past V are not read.",
+    C9_rounding="None: allowed logits keep their bits, NaN included; the others become -inf.",
+    C10_determinism="Exact; a row named twice is masked as if named once.",
+    C13_ids="indices are int32 or int64.",
+)
+
+
+@op(shapes=_BITMASK_SHAPES, dtypes=_BITMASK_DTYPES, rounds=0, contracts=_BITMASK)
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> Tensor:
+    """Set the logits of tokens that a grammar forbids to -inf (XGrammar; Dong et al., 2024).
+
+    logits: [B, V] bf16/f16/f32, any strides; bitmask: int32 [B, ⌈V/32⌉], token t being bit t % 32, lowest first, of
+    word t // 32: 1 allows it; indices: int32/int64 [N], the rows to mask, each with the bitmask's row of that number;
+    the other rows stay as they are. None: all rows. Returns logits' shape and dtype. A row may lose all its tokens.
+    """
+    return logits.masked_fill(_forbidden(logits, bitmask, indices), -torch.inf).contiguous()
+
+
+@op(
+    shapes=_BITMASK_SHAPES,
+    dtypes=_BITMASK_DTYPES,
+    mutates=("logits",),
+    twin_of="apply_token_bitmask",
+    rounds=0,
+    contracts=replace(_BITMASK, C4_mutation="Writes logits; returns nothing."),
+)
+def apply_token_bitmask_(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
+    """In-place twin of `apply_token_bitmask`: logits become the masked ones."""
+    logits.masked_fill_(_forbidden(logits, bitmask, indices), -torch.inf)
+
+
 def uniform(seeds: Tensor, offsets: Tensor) -> Tensor:
     """float64 numbers in [0, 1), multiples of 2⁻⁵³: output ``offset`` of each seed's own SplitMix64 stream.
 
@@ -156,3 +195,14 @@ def _keep(probs: Tensor, pivot: Tensor, identity: Tensor) -> Tensor:
     total = kept.sum(-1, keepdim=True)
     renormalised = kept / torch.where(total == 0, 1.0, total)
     return torch.where(identity.unsqueeze(-1), probs, renormalised)
+
+
+def _forbidden(logits: Tensor, bitmask: Tensor, indices: Tensor | None) -> Tensor:
+    """Where [B, V] a token must go."""
+    rows, vocab = logits.shape
+    shift = torch.arange(32, dtype=torch.int32, device=bitmask.device)
+    forbidden = (bitmask.unsqueeze(-1) >> shift & 1 == 0).flatten(1)[:, :vocab]
+    if indices is None:
+        return forbidden
+    row = torch.arange(rows, device=bitmask.device)
+    return forbidden & (row.unsqueeze(-1) == indices).any(-1, keepdim=True)
