@@ -14,8 +14,8 @@ PAGES = [Path("README.md"), *sorted(page.relative_to(ROOT) for page in (ROOT / "
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MAKE_CHECKPOINT = """
 from torch_hal_deepseek import random_checkpoint
-from torch_hal_deepseek.demo import CONFIG
-random_checkpoint("DeepSeek-V2-Lite", CONFIG | {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2})
+from torch_hal_deepseek.random_weights import SMALL_CONFIG
+random_checkpoint("DeepSeek-V2-Lite", SMALL_CONFIG | {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2})
 """
 
 

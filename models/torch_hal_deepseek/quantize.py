@@ -37,6 +37,8 @@ def quantize_checkpoint(source: str | Path, out: str | Path, *, ue8m0: bool = Fa
         raise CheckpointError(f"{out}: holds weights already ({held[0].name}); give another directory, or empty it")
     checkpoint = Checkpoint(source)
     files = checkpoint.files
+    for path in sorted(set(files.values())):
+        checkpoint.header(path)  # what is wrong with a file is found before anything is written
     quantization = Quantization(ue8m0=ue8m0)
     out.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
