@@ -17,6 +17,7 @@ from torch import Tensor
 import torch_hal as hal
 from torch_hal.ops.rope import rope_cos_sin_cache
 
+from .agreement import facts_of, together
 from .batch import PREFIX_CHUNK, Decode, Prefill, plan_decode, plan_prefill
 from .cache import KVCache, Sequence, count, pages_for
 from .checkpoint import Checkpoint, LoadReport
@@ -238,7 +239,7 @@ def load(
     asks for all of them in dtype. ops: a bound op set, whose device is then the model's; None: bind ``device`` under
     ``policy``. mtp: load the multi-token prediction layer too, for `DeepSeek.draft`. fuse_shared_expert: compute the
     shared expert, of which there must be one, along with the routed ones. parallel: the process groups that the model
-    is spread over; only what this rank holds is read.
+    is spread over; only what this rank holds is read, and all ranks must call, since they make sure of one another.
     Raises ConfigError, CheckpointError or ParallelError, naming what is wrong.
     """
     if ops is not None and policy is not None:
@@ -248,20 +249,32 @@ def load(
         raise CheckpointError(f"path: expected the directory of a checkpoint, got {path!r}")
     if Path(path).is_file():
         raise CheckpointError(f"{path}: expected the directory of a checkpoint, got a file")
-    config, checkpoint = load_config(path), Checkpoint(path)
-    model = allocate(
-        config,
-        ops or hal.bind(device, policy),
-        dtype=dtype,
-        names=checkpoint.files,
-        dequantize=dequantize,
-        mtp=mtp,
-        fuse_shared_expert=fuse_shared_expert,
-        parallel=parallel,
-    )
-    model.report = checkpoint.load(model.targets(), config.num_hidden_layers)
-    model.prepare()
-    return model
+
+    def attempt() -> DeepSeek:
+        config, checkpoint = load_config(path), Checkpoint(path)
+        model = allocate(
+            config,
+            ops or hal.bind(device, policy),
+            dtype=dtype,
+            names=checkpoint.files,
+            dequantize=dequantize,
+            mtp=mtp,
+            fuse_shared_expert=fuse_shared_expert,
+            parallel=parallel,
+        )
+        model.report = checkpoint.load(model.targets(), config.num_hidden_layers)
+        model.prepare()
+        return model
+
+    if parallel is None:
+        return attempt()
+
+    def facts(model: DeepSeek) -> dict[str, str]:
+        quantized = model.config.quantization is not None and not dequantize
+        spread = {"experts_per_rank": parallel.experts_per_rank, "own_tokens": parallel.own_tokens}
+        return facts_of(model, dtype=model.dtype, quantized=quantized, mtp=mtp, **spread)
+
+    return together(parallel, attempt, facts)
 
 
 def allocate(

@@ -47,8 +47,13 @@ class Group:
         if name is None:
             return cls()
         size = group_size(name, "Parallel")
-        group = next(g for g, known in dist.distributed_c10d._world.pg_names.items() if known == name)
+        group = process_group(name)
         return cls(name, group.rank(), size, frozenset(dist.get_process_group_ranks(group)))
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """torch's object of a known group."""
+    return next(group for group, known in dist.distributed_c10d._world.pg_names.items() if known == name)
 
 
 @dataclass(frozen=True)
