@@ -237,7 +237,8 @@ def test_b11_import_and_listing_import_no_vendor_library_and_create_no_context(
 ) -> None:
     write_distribution(tmp_path, "cuda-hal", {"cuda_by_the_test": "torch_hal_cuda"})
     write_acme(tmp_path)
-    report = json.loads(run_python(LISTING))
+    # The installed one would claim the same GPUs.
+    report = json.loads(run_python(LISTING, TORCH_HAL_PLUGINS="acme,cuda_by_the_test"))
     assert {"acme", "cuda_by_the_test"} <= set(report["plugins"])
     assert not set(report["new"]) & {*VENDOR_LIBRARIES, "acme_kernels", "pydantic", "typer", "rich"}
     assert report["cuda"] is False
