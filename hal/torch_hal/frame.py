@@ -86,8 +86,7 @@ class _Scope:
 
     def body(self) -> list[str]:
         lines = self._validation() if self.policy.validation else []
-        fallible = any(loaded.dynamic or loaded.static for loaded in self.chain)
-        if fallible or "layout" in self.arguments:
+        if any(loaded.refuses for loaded in self.chain) or "layout" in self.arguments:
             lines += ["    _whys = ()"]
         for i, loaded in enumerate(self.chain):
             lines += self._attempt(i, loaded)
@@ -113,23 +112,20 @@ class _Scope:
         tests = []
         if "layout" in self.arguments and ANY_LAYOUT not in loaded.kernel.layouts:
             self.names[f"_reads{i}"] = loaded.kernel.layouts
-            tests.append((f"None if layout in _reads{i} else f\"does not read layout '{{layout}}'\"", "layout"))
+            tests.append(f"None if layout in _reads{i} else f\"does not read layout '{{layout}}'\"")
         for kind in ("static", "dynamic"):
             if (refuse := getattr(loaded, kind)) is not None:
                 self.names |= {f"_{kind}{i}": refuse, "_failed": self._failed}
-                tests.append((f"_{kind}{i}{self.call}", kind))
+                tests.append(f"_{kind}{i}{self.call}")
         if not tests:
             return self._run(i, loaded, "    ")
-        first, *rest = (source for source, _ in tests)
-        lines = ["    try:", f"        _why = {first}"]
-        for source in rest:
-            lines += ["        if _why is None:", f"            _why = {source}"]
-        lines += (
-            ["    except Exception as _error:", f"        _why = _failed(_error, {i})"]
-            if any(k != "layout" for _, k in tests)
-            else []
-        )
-        if all(k == "layout" for _, k in tests):
+        first, *rest = tests
+        if loaded.refuses:
+            lines = ["    try:", f"        _why = {first}"]
+            for source in rest:
+                lines += ["        if _why is None:", f"            _why = {source}"]
+            lines += ["    except Exception as _error:", f"        _why = _failed(_error, {i})"]
+        else:
             lines = [f"    _why = {first}"]
         lines += ["    if _why is None:", *self._run(i, loaded, "        ")]
         self.names["_reason"] = self._reason
@@ -159,7 +155,7 @@ class _Scope:
     def _can_run_out(self) -> bool:
         last = self.chain[-1]
         reads_all = "layout" not in self.arguments or ANY_LAYOUT in last.kernel.layouts
-        return last.static is not None or last.dynamic is not None or not reads_all
+        return last.refuses or not reads_all
 
     def _pack(self) -> str:
         return f"({', '.join(self.arguments)},)"
@@ -195,16 +191,19 @@ class _Scope:
 
     def _exhausted(self, whys: tuple[tuple[int, str], ...], values: tuple[Any, ...]) -> None:
         reasons = "; ".join(f"{self.chain[j].kernel.id}: {text}" for j, text in whys)
-        shown = ", ".join(f"{n}={summarize(v)}" for n, v in zip(self.arguments, values, strict=True))
         kind = ArgumentError if all("does not read layout" in text for _, text in whys) else Unsupported
-        raise kind(f"{self.op.name} on {self.device}: no bound kernel takes this call ({shown}). {reasons}")
+        raise kind(
+            f"{self.op.name} on {self.device}: no bound kernel takes this call ({self._shown(values)}). {reasons}"
+        )
+
+    def _shown(self, values: tuple[Any, ...]) -> str:
+        return ", ".join(f"{n}={summarize(v)}" for n, v in zip(self.arguments, values, strict=True))
 
     def _note(self, error: Exception, i: int, values: tuple[Any, ...]) -> None:
         kernel = self.chain[i].kernel
         with contextlib.suppress(Exception):  # whatever a note meets, the kernel's own exception is the user's
-            shown = ", ".join(f"{n}={summarize(v)}" for n, v in zip(self.arguments, values, strict=True))
             error.add_note(
-                f"torch_hal: in {self.op.name}({shown}), "
+                f"torch_hal: in {self.op.name}({self._shown(values)}), "
                 f"kernel '{kernel.name}' of plugin '{kernel.plugin}' on {self.device}"
             )
 

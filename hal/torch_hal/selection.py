@@ -33,7 +33,6 @@ class Cause(enum.StrEnum):
     TRAIT = "trait"  # does not declare what the policy asks for
     BROKEN = "broken"  # its library's probe, its import or its signature failed
     LAYOUT = "layout"  # would strand prepared weights
-    CALL = "call"  # refused the arguments
 
 
 @dataclass(frozen=True)

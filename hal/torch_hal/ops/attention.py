@@ -102,7 +102,8 @@ def plan_mla_decode(
     return [seq_lens.new_empty(0, dtype=torch.int32)]
 
 
-def _mla_terms(
+def _paged(
+    attend: Attend,
     q_nope: Tensor,
     q_pe: Tensor,
     cache: Tensor,
@@ -113,21 +114,7 @@ def _mla_terms(
     layout: str = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     q = torch.cat([q_nope, q_pe], -1)
-    return finite_terms(*paged(attend_terms, q, cache, page_table, seq_lens, scale, q_nope.shape[-1]))
-
-
-def _mla_intermediate(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    cache: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    plan: Tensor | None = None,
-    layout: str = PLAIN,
-) -> tuple[Tensor, Tensor]:
-    q = torch.cat([q_nope, q_pe], -1)
-    return exact_lse(*paged(attend_intermediate, q, cache, page_table, seq_lens, scale, q_nope.shape[-1]))
+    return paged(attend, q, cache, page_table, seq_lens, scale, q_nope.shape[-1])
 
 
 @op(
@@ -152,8 +139,8 @@ def _mla_intermediate(
     reduces="max(L + R, P * page_size)",
     flops="2 * B * s * H * P * page_size * (2 * L + R)",
     traffic="(B * P * page_size * (L + R) + B * s * H * (2 * L + R)) * cache.element_size() + 4 * B * (s * H + P + 1)",
-    terms=_mla_terms,
-    intermediate=_mla_intermediate,
+    terms=lambda *args, **kwargs: finite_terms(*_paged(attend_terms, *args, **kwargs)),
+    intermediate=lambda *args, **kwargs: exact_lse(*_paged(attend_intermediate, *args, **kwargs)),
     plan=plan_mla_decode,
     contracts=Contracts(
         C1_empties="B = 0 and s = 0 give no rows; a query that sees no key (seq_len 0, or below s) gives 0 and -inf.",
@@ -188,8 +175,7 @@ def mla_decode(
     Returns (out [B, s, H, L] in q's dtype, lse [B, s, H] float32): softmax(scale·(q_nope·c_kv + q_pe·k_pe))·c_kv, to
     be multiplied by W_UV, and its normaliser. Source: FlashMLA, whose lse is [B, H, s] and +inf where empty.
     """
-    q = torch.cat([q_nope, q_pe], -1)
-    return paged(attend, q, cache, page_table, seq_lens, scale, q_nope.shape[-1])
+    return _paged(attend, q_nope, q_pe, cache, page_table, seq_lens, scale)
 
 
 def _paged_fp8(
