@@ -728,6 +728,7 @@ def test_random_checkpoints_are_reproducible(pristine: Path, tmp_path: Path) -> 
     assert (again / FILE).read_bytes() == (pristine / FILE).read_bytes()
     assert (other / FILE).read_bytes() != (pristine / FILE).read_bytes()
     assert deepseek.load_config(pristine) == deepseek.parse_config(small("V3"))
+    assert json.loads((pristine / "config.json").read_text())["num_key_value_heads"] == 4
     bias = load_file(pristine / FILE)[BIAS]
     assert bias.min() < 0 < bias.max()
 

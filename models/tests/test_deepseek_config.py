@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from pathlib import Path
@@ -171,6 +172,45 @@ def test_ignored_layers_are_names_parts_of_paths_or_expressions() -> None:
         "model.layers.5.mlp.gate": False,
     }.items():
         assert quantization.covers(module) is covered, module
+
+
+MEANT = [  # as configs of released models, and of tools, have them
+    "lm_head", "model.embed_tokens", "embed_tokens", "model.norm", "gate", "mlp.gate", "model.layers.1.mlp.gate",
+    "e_score_correction_bias", "model.layers.0", "model.layers.2.input_layernorm", "model.layers.1.mlp.experts",
+    "self_attn", "model.layers.0.self_attn.kv_b_proj", "re:.*lm_head", "re:.*gate$", r"re:model\.layers\.\d+\.mlp\..*",
+    "model.layers.3", "model.layers.3.eh_proj", "model.layers.60.mlp", r"re:.*layers\.3\..*", "re:model.layers.3.*",
+    "eh_proj", "shared_head", "shared_head.head", "re:.*enorm", "hnorm", "layers.99999999999",
+]  # fmt: skip
+IDLE = [
+    "self_attn.o_prj", "o_proj.weight", "model.layers.1.o_proj", "layers.0.mlp.gate_up", "mtp.layers.0", "visual",
+    "model.layers.*.self_attn", "mlp.", "re:lm_headed", r"re:layers\.0", r"re:.*mlp$", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_modules_that_are_not_there_are_told_from_those_that_may_not_be(v3_path: Path, tied: bool) -> None:
+    """Three layers, without one for drafts; a head, or a tied one."""
+    tensors = [name for name in deepseek.Checkpoint(v3_path).files if not (tied and name == "lm_head.weight")]
+    assert deepseek.Quantization(skipped=(*MEANT, *IDLE)).idle(tensors, 3) == IDLE
+
+
+def test_a_module_that_is_not_there_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before what it may lead to, that a projection which is no FP8 was taken for one."""
+    lists = {"modules_to_not_convert": ["lm_head", "o_prj"], "ignored_layers": ["q_b_proj", "model.layers.3", "re:x"]}
+    path = deepseek.random_checkpoint(tmp_path, small("V3", quantization_config={**FP8, **lists}))
+    with caplog.at_level(logging.WARNING, "torch_hal_deepseek"):
+        deepseek.load(path)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{path}: quantization_config: modules_to_not_convert or ignored_layers: no module is named by 'o_prj', 're:x'"
+    )
+    caplog.clear()
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["q_b_prjo"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(deepseek.CheckpointError, match=r"q_b_proj\.weight_scale_inv: missing"):
+        deepseek.load(path)
+    assert "no module is named by 'q_b_prjo'" in caplog.text
 
 
 # --- errors ---

@@ -65,7 +65,8 @@ def plan_prefill(
     """A step in which sequence b, with what it has cached, gets counts[b] new tokens, for which room is reserved.
 
     capacity: where ranks have tokens of their own (`Parallel.own_tokens`), a number that all agree on, at least as
-    large as any rank's tokens in this step; None: this rank's, if all have equally many.
+    large as any rank's tokens in this step, such as `DeepSeek.agree_capacity` finds; None: this rank's, if all have
+    equally many.
     """
     check_distinct(sequences)
     device = cache.pool.device

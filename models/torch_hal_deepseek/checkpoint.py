@@ -97,8 +97,13 @@ class Checkpoint:
             self._headers[path] = read_header(path)
         return self._headers[path]
 
-    def _entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> Entry | None:
+        """Where a tensor lies; None if its file lacks it."""
         return self.header(self.files[name]).entries.get(self._stored[name])
+
+    def stored(self, path: Path) -> set[str]:
+        """What comes from a file, by the names there: an index may choose another file for a tensor that is in both."""
+        return {stored for name, stored in self._stored.items() if self.files[name] == path}
 
     def check(self, targets: Iterable[tuple[str, Part | None]], num_layers: int) -> None:
         """Raise CheckpointError for every target that is missing, mis-shaped, truncated or of a dtype without use,
@@ -130,12 +135,13 @@ class Checkpoint:
         _raise(self.path, list(dict.fromkeys(problems)))
 
     def _problem(self, name: str, path: Path, part: Part) -> str | None:
-        header, entry = self.header(path), self._entry(name)
+        header, entry = self.header(path), self.entry(name)
         if entry is None:
             return f"{INDEX} places it there, the file lacks it"
         dtypes = _CODES if _is_codes(part) else _SCALES if name.endswith(SCALE) else _FLOATS
         if entry.dtype not in dtypes:
-            return f"dtype {entry.dtype}, expected {'one of ' if len(dtypes) > 1 else ''}{', '.join(dtypes)}"
+            hint = ": FP8, which quantization_config in config.json does not say" if entry.dtype in _CODES else ""
+            return f"dtype {entry.dtype}, expected {'one of ' if len(dtypes) > 1 else ''}{', '.join(dtypes)}{hint}"
         if entry.shape != part.whole:
             return f"shape {list(entry.shape)}, expected {list(part.whole)}"
         wanted = math.prod(part.whole) * dtypes[entry.dtype]
@@ -177,7 +183,7 @@ class Checkpoint:
 
     def _bytes(self, name: str, part: Part) -> int:
         """What is read for a part."""
-        entry = self._entry(name)
+        entry = self.entry(name)
         assert entry is not None
         return (entry.end - entry.begin) * part.into.numel() // max(math.prod(part.whole), 1)
 

@@ -47,6 +47,21 @@ def generate(
 def _run(
     model: DeepSeek, ids_T: Tensor, max_new_tokens: int, params: SamplingParams, prefill_chunk: int
 ) -> Iterator[int]:
+    yield from _continue(model, ids_T, max_new_tokens, params, prefill_chunk)
+    if model.ranks.own_tokens:
+        _serve_others(model)
+
+
+def _serve_others(model: DeepSeek) -> None:
+    """Steps without tokens, for this rank's experts are wanted until no rank has any."""
+    nothing, cache = torch.empty(0, 1, dtype=torch.int64), model.new_cache(1)
+    while capacity := model.agree_capacity(0):
+        model.decode(nothing, [], cache, capacity)
+
+
+def _continue(
+    model: DeepSeek, ids_T: Tensor, max_new_tokens: int, params: SamplingParams, prefill_chunk: int
+) -> Iterator[int]:
     if max_new_tokens == 0:
         return
     sampler = Sampler(model.ops, [params])

@@ -27,6 +27,7 @@ from .errors import CheckpointError, ConfigError, ParallelError
 from .generate import generate
 from .layers import Build, Head, ResidualNorm
 from .parallel import Parallel
+from .quantization import warn_of_idle
 from .weights import Part, Targets
 
 Tokens = Tensor | ListLike[int]
@@ -115,8 +116,9 @@ class DeepSeek:
     ) -> Tensor:
         """Append prompts[b] to sequence b, whatever it has cached already; logits float32 [B, W] of their last tokens.
 
-        To prefill in chunks, call again with the next piece. No prompt may be empty. capacity: see `plan_prefill`.
-        Raises CacheFull if pages run out, and ValueError, either before anything has changed.
+        To prefill in chunks, call again with the next piece. No prompt may be empty. capacity: see `plan_prefill`;
+        None, on all ranks alike: of `agree_capacity`. Raises CacheFull if pages run out, and ValueError, either before
+        anything has changed.
         """
         if len(prompts) != len(sequences):
             raise ValueError(f"prefill: expected a sequence for each prompt, got {len(prompts)} and {len(sequences)}")
@@ -133,17 +135,30 @@ class DeepSeek:
         """Append S tokens to each of B cached sequences of any lengths; logits float32 [B, S, W] after each.
 
         ids_BS: [B, S] integers, S ≥ 1, on any device; on an accelerator they are not read back, so they must be valid.
-        capacity: see `plan_prefill`. Raises CacheFull if pages run out, and ValueError, either before anything has
+        capacity: as in `prefill`. Raises CacheFull if pages run out, and ValueError, either before anything has
         changed.
         """
         self._check_decode(ids_BS, sequences)
         queries = ids_BS.shape[1]
         self._reserve(sequences, [queries] * len(sequences), cache)
+        capacity = self.agree_capacity(ids_BS.numel()) if capacity is None else capacity
         batch = plan_decode(self.ops, cache, sequences, queries, self.heads, capacity)
         hidden_TD = self.forward(ids_BS.flatten().to(self.device, torch.int64), batch, cache)
         for sequence in sequences:
             sequence.length += queries
         return self.head(hidden_TD).view(*ids_BS.shape, self.config.vocab_size)
+
+    @torch.no_grad()
+    def agree_capacity(self, tokens: int) -> int:
+        """The most that a rank has where this one has ``tokens`` in a step: a capacity that suits all of them.
+
+        Where ranks have tokens of their own (`Parallel.own_tokens`), they ask one another and wait for the answer, so
+        that all must call. One without tokens takes part with 0, in this and in the step, unless 0 is the answer.
+        """
+        if not self.ranks.own_tokens:
+            return tokens
+        mine = torch.tensor([tokens], device=self.device)
+        return int(self.ops.all_gather(mine, self.ranks.ep.name).max())
 
     @torch.no_grad()
     def logits(self, token_ids: Tokens) -> Tensor:
@@ -168,6 +183,8 @@ class DeepSeek:
         likeliest, of the fewest that make up top_p, of those at least min_p times as likely as the likeliest.
         seed: equal seeds give equal ids; None: if there is anything to draw, one from torch's generator.
         Raises ValueError at once for arguments of no use, or a sequence longer than the model's positions.
+        Where ranks have tokens of their own, each iterates to the end, which comes once all are done; one that has
+        nothing to generate asks for 0 new tokens.
         """
         return generate(self, self.token_ids(token_ids), max_new_tokens, temperature, top_p, top_k, min_p, seed)
 
@@ -176,6 +193,7 @@ class DeepSeek:
     ) -> tuple[Tensor, Prefill]:
         counts = [len(part) for part in ids]
         self._reserve(sequences, counts, cache)
+        capacity = self.agree_capacity(sum(counts)) if capacity is None else capacity
         batch = plan_prefill(cache, sequences, counts, self.prefix_chunk, capacity)
         ids_T = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
         hidden_TD = self.forward(ids_T.to(self.device), batch, cache)
@@ -252,6 +270,7 @@ def load(
 
     def attempt() -> DeepSeek:
         config, checkpoint = load_config(path), Checkpoint(path)
+        warn_of_idle(config.quantization, checkpoint.path, checkpoint.files, config.num_hidden_layers)
         model = allocate(
             config,
             ops or hal.bind(device, policy),

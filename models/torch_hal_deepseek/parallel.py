@@ -23,7 +23,9 @@ class Parallel:
     ep_group: its ranks share the experts. May be ``tp_group`` itself: experts then stay whole.
     experts_per_rank: how many each rank of ep_group holds, in order, 0 included; None: as even as can be.
     own_tokens: each rank of ep_group has sequences of its own, and tokens travel to their experts. If not, all have
-    the same ones, and nothing but sums travels. Ranks of tp_group have the same tokens always.
+    the same ones, and nothing but sums travels. Ranks of tp_group have the same tokens always. Own tokens may be more
+    or fewer than other ranks': steps that are given no ``capacity`` agree on one, which waits for all ranks. One
+    without tokens takes part all the same.
     """
 
     tp_group: str | None = None

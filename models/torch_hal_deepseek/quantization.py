@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -22,6 +24,8 @@ PROJECTIONS = (  # what is FP8 in an FP8 checkpoint; embeddings, heads, routers 
     "gate_up_proj",
     "down_proj",
 )
+_DRAFTS = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")  # in no other layer
+_LAYER = re.compile(r"\blayers\\?\.(\d{1,9})")  # in a name or an expression
 _SUPPORTED = {  # settings -> supported values; None: it may be absent
     "quant_method": ("fp8",),
     "fmt": ("e4m3", None),
@@ -31,6 +35,8 @@ _SUPPORTED = {  # settings -> supported values; None: it may be absent
     "expert_dtype": ("fp8", None),
     "modules_to_convert": (None, []),
 }
+
+log = logging.getLogger(__name__)
 
 
 class Quantization(pydantic.BaseModel):
@@ -43,10 +49,17 @@ class Quantization(pydantic.BaseModel):
 
     def covers(self, module: str) -> bool:
         """Whether the module of that name is FP8: a projection, and no entry is its name or a part of its path."""
-        return module.rpartition(".")[2] in PROJECTIONS and not any(
-            re.match(entry[3:], module) if entry.startswith("re:") else f".{entry}." in f".{module}."
-            for entry in self.skipped
-        )
+        return module.rpartition(".")[2] in PROJECTIONS and not any(_means(entry, module) for entry in self.skipped)
+
+    def idle(self, tensors: Iterable[str], num_layers: int) -> list[str]:
+        """The entries of ``skipped`` that mean no module of a checkpoint with these tensors: misspelt, perhaps.
+
+        Not those that mean what a DeepSeek may have and this one lacks: a head, layers past the last.
+        """
+        modules = [name.removesuffix(".weight") for name in tensors]
+        modules += ["lm_head", *(f"model.layers.{num_layers}.{part}" for part in _DRAFTS)]
+        entries = [entry for entry in self.skipped if not any(int(i) >= num_layers for i in _LAYER.findall(entry))]
+        return [entry for entry in entries if not any(_means(entry, module) for module in modules)]
 
     def to_json(self) -> dict[str, Any]:
         """As ``quantization_config`` of a released ``config.json`` spells it."""
@@ -57,6 +70,20 @@ class Quantization(pydantic.BaseModel):
         if self.skipped:
             result["modules_to_not_convert"] = list(self.skipped)
         return result
+
+
+def warn_of_idle(quantization: Quantization | None, path: Path, tensors: Iterable[str], num_layers: int) -> None:
+    """Name the entries of modules_to_not_convert and ignored_layers that do nothing for the checkpoint in ``path``."""
+    if quantization is not None and (idle := quantization.idle(tensors, num_layers)):
+        where = "modules_to_not_convert or ignored_layers"
+        log.warning("%s: quantization_config: %s: no module is named by %s", path, where, ", ".join(map(repr, idle)))
+
+
+def _means(entry: str, module: str) -> bool:
+    """Whether an entry of ``skipped`` is the module's name, a part of its path, or an expression that it matches."""
+    if entry.startswith("re:"):
+        return re.match(entry[3:], module) is not None
+    return f".{entry}." in f".{module}."
 
 
 def read_quantization(settings: Any) -> Quantization | None:

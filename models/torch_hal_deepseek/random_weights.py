@@ -11,12 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import torch_hal as hal
-
 from .checkpoint import INDEX
 from .config import Config, parse_config
-from .model import allocate
-from .quantize import quantize, weight_files
+from .quantize import outline, quantize, weight_files
 
 # DeepSeek-V3's structure on a laptop's scale: latent attention with a compressed query, YaRN positions, a dense layer,
 # then experts in groups, chosen by sigmoid scores with a correction bias, beside a shared one.
@@ -86,9 +83,7 @@ def random_checkpoint(
 
 def _shapes(config: Config, mtp: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     """What a checkpoint that is not quantised holds."""
-    config = config.model_copy(update={"quantization": None})
-    model = allocate(config, hal.bind("cpu"), device=torch.device("meta"), mtp=mtp)
-    for name, part in model.targets():
+    for name, part in outline(config.model_copy(update={"quantization": None}), mtp=mtp).targets():
         assert part is not None
         yield name, part.whole
 
@@ -130,6 +125,7 @@ def _save(path: Path, tensors: dict[str, Tensor], max_shard_bytes: int | None) -
 def _to_json(config: Config) -> dict[str, Any]:
     """The fields as a released ``config.json`` spells them."""
     data = config.model_dump(exclude={"yarn", "quantization"}, exclude_none=True)
+    data["num_key_value_heads"] = config.num_attention_heads  # MLA groups no heads
     data["q_lora_rank"] = config.q_lora_rank
     data["rope_scaling"] = {"type": "yarn", **config.yarn.model_dump(exclude_none=True)} if config.yarn else None
     if config.quantization:
