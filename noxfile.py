@@ -88,6 +88,24 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def conformance(session: nox.Session) -> None:
+    """``-- NAME [options of torch-hal conformance]`` judges a backend; without NAME, every one that can run here."""
+    ensure_dev(session)
+    name, *options = session.posargs or [""]
+    if name and not name.startswith("-"):
+        run(session, DEV, "torch-hal", "conformance", "--backend", name, *options)
+    else:
+        run(session, DEV, "python", "-m", "torch_hal_conformance.everyone", *session.posargs)
+
+
+@nox.session
+def conformance_selftest(session: nox.Session) -> None:
+    """The suite against itself: wrong backends die, right ones live; ``-- --help`` lists its options."""
+    ensure_dev(session)
+    run(session, DEV, "python", "-m", "torch_hal_conformance.selftest", *session.posargs)
+
+
+@nox.session
 def package(session: nox.Session) -> None:
     """Build the wheel from the sdist, install it where nothing else is, and use it from an empty folder."""
     ensure_dev(session)

@@ -94,8 +94,8 @@ class ScaleLayout:
         """The stored form of ``scales`` [..., M, G] float32; padding bytes are zero.
 
         Packing UE8M0 keeps the exponent alone: the scales must be powers of two already (see `ceil_to_ue8m0`), and
-        what they scale must have been quantised with them. Any other scale is stored as UE8M0's NaN, 0xFF: cut short
-        in silence, it would be up to a factor of two off.
+        what they scale must have been quantised with them. +0 stays 0; any other scale is stored as UE8M0's NaN, 0xFF:
+        cut short in silence, it would be up to a factor of two off.
         """
         if self.power_of_two:
             scales = _pack_exponents(scales, self.per_word)

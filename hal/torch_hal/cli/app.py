@@ -147,13 +147,16 @@ def run() -> int:
 
 
 def _add_commands() -> None:
-    """Commands of other distributions; a broken one stops no other."""
+    """Commands of other distributions, functions or Typer apps; a broken one stops no other."""
     for entry in importlib.metadata.entry_points(group="torch_hal.commands"):
         if entry.name not in {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}:
             try:
                 with _stdout_kept_clean():
                     command = entry.load()
-                app.command(entry.name)(command)
+                if isinstance(command, typer.Typer):
+                    app.add_typer(command, name=entry.name)
+                else:
+                    app.command(entry.name)(command)
             except FATAL:
                 raise
             except BaseException as error:

@@ -225,10 +225,10 @@ def fp8_experts_intermediate(
         "does.",
         C7_sentinels="An id that is -1 or otherwise outside [0, E) contributes exactly 0, whatever its weight.",
         C8_unwritten_rows="Every row is written: a token without any valid id gives zeros.",
-        C9_rounding="x, and then the activation, are rounded to codes. Each block of 128 of a GEMM's sum is scaled and "
-        "added in float32. Experts' outputs stay float32, are weighted and summed over K in float32, and rounded once. "
-        "A kernel may round gate, up, the activation or an expert's output to x's dtype besides: that moves some codes "
-        "to their neighbours, which the bound allows for.",
+        C9_rounding="x, in float32, and then the activation, unrounded, become codes. Each block of 128 of a GEMM's "
+        "sum is scaled and added in float32. Experts' outputs stay float32, are weighted and summed over K in float32, "
+        "and rounded once. A kernel may round gate, up, the activation or an expert's output to x's dtype besides: "
+        "that moves some codes to their neighbours, which the bound allows for.",
         C10_determinism="Terms are summed in the order of K. Other tokens may change the last bits of a GEMM's sum, "
         "and by them a code of the activation, never more: NaN and inf stay in the rows that hold them.",
         C12_scale_owner="Applies no routed scaling factor: topk_weights carry it.",

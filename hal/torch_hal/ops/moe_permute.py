@@ -144,7 +144,7 @@ def ep_scatter_fp8(
     x: [T, D] fp8 codes; x_scale: their scales [T, ⌈D/128⌉], stored as ``x_scale_layout`` names (`SCALE_LAYOUTS`).
     Returns (rows [M, D] codes; row_scale: the scales [M, ⌈D/128⌉], stored as ``scale_layout`` names, which may be
     another one: what a dispatch delivered becomes what a GEMM reads; m_indices [M]; output_index [T, K]). To be stored
-    as exponents, scales must be powers of two: any other becomes NaN.
+    as exponents, scales must be powers of two, or +0: any other becomes NaN.
     Raises ArgumentError for a layout's wrong name, dtype, shape or strides.
     """
     token, m_indices, output_index = _places(topk_ids, num_experts, alignment)

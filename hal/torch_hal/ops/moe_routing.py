@@ -100,7 +100,8 @@ def biased_grouped_topk(
     Experts are chosen by ``sigmoid(logits) + bias`` and weighted by ``sigmoid(logits)`` alone. A group scores the sum
     of its two highest biased scores; experts outside the ``topk_groups`` best groups count as -inf, since a biased
     score may be negative. logits: [T, E]; bias: [E], float32 whatever the logits are (bfloat16 reorders experts),
-    finite (a NaN ranks first; ids stay valid). scale: the routed scaling factor, applied after renormalising.
+    finite. A NaN, of a logit or of the bias, ranks first, ids staying valid; a logit's makes its weight NaN too.
+    scale: the routed scaling factor, applied after renormalising.
     Returns (weights float32 [T, top_k], ids int32 [T, top_k]); renormalize and order as in `topk_softmax`.
     """
     scores = torch.sigmoid(wide(logits))
@@ -112,10 +113,15 @@ def biased_grouped_topk(
 
 
 def _terms(name: str, logits: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """A weight's terms: itself, and the error of its exponent, which grows with the logits' spread. Ids are exact."""
-    weights, _ = declared()[name].reference(logits, *args, **named)
-    spread = wide(logits).amax(-1, keepdim=True) - wide(logits).amin(-1, keepdim=True)
-    return weights.abs() * (1 + spread), torch.zeros_like(weights)
+    """A weight's terms: itself and, of a softmax, the error of its exponent, which is as large as the chosen logits
+    lie below the highest. Ids are exact, and so is the weight of a logit of -inf.
+    """
+    weights, ids = declared()[name].reference(logits, *args, **named)
+    if name == "biased_grouped_topk":
+        return weights.abs(), torch.zeros_like(weights)
+    x = wide(logits)
+    below = (x.amax(-1, keepdim=True) - x).gather(-1, ids.to(torch.int64)).nan_to_num(0.0, posinf=0.0)
+    return weights.abs() * (1 + below.amax(-1, keepdim=True)), torch.zeros_like(weights)
 
 
 def _grouped(scores: Tensor, num_groups: int) -> Tensor:

@@ -162,7 +162,8 @@ def apply_token_bitmask_(logits: Tensor, bitmask: Tensor, indices: Tensor | None
 
 
 def uniform(seeds: Tensor, offsets: Tensor) -> Tensor:
-    """float64 numbers in [0, 1), multiples of 2⁻⁵³: output ``offset`` of each seed's own SplitMix64 stream.
+    """float64 numbers in [0, 1), multiples of 2⁻⁵³: the high 53 bits of output ``offset`` of each seed's own SplitMix64
+    stream, the first being output 0.
 
     The stream starts at the first output of SplitMix64(seed), so that neighbouring seeds have unrelated streams.
     Integers only, hence equal on every device. (Steele, Lea and Flood, 2014.)
