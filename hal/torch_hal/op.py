@@ -47,6 +47,7 @@ class Op(Generic[P, R]):
     terms: Callable[..., Any] | None = None  # each result's sum of absolute terms, S in the error bound
     intermediate: Callable[..., Any] | None = None  # 2-norm of what a rounded intermediate adds up to, T in the bound
     intermediate_dtype: torch.dtype | None = None  # what that is rounded to, where it is not the result's dtype
+    block_error: float = 0.0  # error, in units of S, of blocks that tensor cores may sum in fewer bits than float32
     fake: Callable[..., Any] | None = None  # defaults to the reference, which runs on fake tensors
     prepare: Callable[..., Any] | None = None
     plan: Callable[..., Any] | None = None

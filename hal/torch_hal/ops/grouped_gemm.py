@@ -20,7 +20,7 @@ from ..formats import BLOCK as BLOCK  # in the declared shapes
 from ..formats import SCALE_LAYOUTS, expand_block_scales
 from ..numerics import narrow, wide
 from ..op import PLAIN, op
-from ._fp8 import matmul_blocks
+from ._fp8 import BLOCK_ERROR, matmul_blocks
 from ._moe import take
 
 _GATHERED = 2**24  # elements of weights that a reference gathers at a time
@@ -236,6 +236,7 @@ def grouped_linear_masked(x: Tensor, weight: Tensor, masked_m: Tensor, expected_
     flops="2 * M * N * K",
     traffic="min(E, M // alignment) * N * K + M * (K + 4 * x_scale.shape[1] + N * out_dtype.itemsize + 4)",
     terms=_fp8_contiguous_terms,
+    block_error=BLOCK_ERROR,
     prepare=prepare_fp8_grouped_linear,
     contracts=Contracts(**_CONTIGUOUS, **_FP8),
 )
@@ -274,6 +275,7 @@ def fp8_grouped_linear_contiguous(
     flops="2 * E * min(expected_m, M) * N * K",
     traffic="E * (N * K + min(expected_m, M) * (K + 4 * x_scale.shape[2] + N * out_dtype.itemsize) + 4)",
     terms=_fp8_masked_terms,
+    block_error=BLOCK_ERROR,
     prepare=prepare_fp8_grouped_linear,
     contracts=Contracts(**_MASKED, **_FP8),
 )

@@ -11,7 +11,7 @@ from ..formats import BLOCK as BLOCK  # in the declared shapes
 from ..formats import SCALE_LAYOUTS, expand_block_scales
 from ..numerics import narrow, wide
 from ..op import PLAIN, op
-from ._fp8 import matmul_blocks
+from ._fp8 import BLOCK_ERROR, matmul_blocks
 
 
 def _linear_terms(x: Tensor, weight: Tensor) -> Tensor:
@@ -125,6 +125,7 @@ def _absolute_terms(
     reduces="K",
     flops="2 * M * N * K",
     terms=_absolute_terms,
+    block_error=BLOCK_ERROR,
     prepare=prepare_fp8_block_linear,
     contracts=Contracts(
         C3_strides="x and weight have any strides; those of x_scale are exactly what x_scale_layout says.",

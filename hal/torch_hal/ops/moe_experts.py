@@ -13,7 +13,7 @@ from ..formats import BLOCK as BLOCK  # in the declared shapes
 from ..formats import expand_block_scales
 from ..numerics import narrow, wide
 from ..op import PLAIN, op
-from ._fp8 import matmul_blocks, quantise_blocks
+from ._fp8 import BLOCK_ERROR, matmul_blocks, quantise_blocks
 from ._moe import take, through_experts
 
 
@@ -215,6 +215,7 @@ def fp8_experts_intermediate(
     flops="6 * T * K * D * I",
     traffic="min(E, T * K) * 3 * I * D + 2 * T * D * x.element_size() + T * K * (4 + topk_ids.element_size())",
     terms=fp8_experts_terms,
+    block_error=BLOCK_ERROR,
     intermediate=fp8_experts_intermediate,
     intermediate_dtype=torch.float8_e4m3fn,
     prepare=prepare_experts_fp8_block,
