@@ -33,15 +33,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, limits: Tensor, scale: float) -> tup
 def attend_terms(q: Tensor, k: Tensor, v: Tensor, limits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Absolute terms of out and lse: of the weighted sum, and what errors of the scores become behind a softmax.
 
-    out: Σ p·|v| + Σ p·|v - out|·δ; lse: Σ p·δ + |lse| + 1; δ = |scale|·Σ|q·k|, the terms of a score itself.
+    out: Σ p·|v| + Σ p·|v - out|·δ + |lse·out|; lse: Σ p·δ + |lse| + 1; δ = |scale|·Σ|q·k|, the terms of a score itself.
+    |lse·out| is what a kernel loses that attends to keys in pieces and joins them by exp(lse_i - lse).
     """
     p, lse = _softmax(q, k, limits, scale)
-    p_delta = p * (q.abs() @ k.abs().mT) * abs(scale)
+    p_delta = (p * (q.abs() @ k.abs().mT) * abs(scale)).masked_fill(p == 0, 0)  # NaN in a query without keys stays out
     out = p @ v
     spread = torch.zeros_like(out)
     for i in range(q.shape[1]):  # a query at a time, since |v - out| has all four dimensions
         spread[:, i] = (p_delta[:, i, :, None] * (v - out[:, i, None]).abs()).sum(1)
-    return p @ v.abs() + spread, p_delta.sum(-1) + lse.abs() + 1
+    joined = (lse.masked_fill(lse.isinf(), 0)[..., None] * out).abs()
+    return p @ v.abs() + spread + joined, p_delta.sum(-1) + lse.abs() + 1
 
 
 def attend_intermediate(q: Tensor, k: Tensor, v: Tensor, limits: Tensor, scale: float) -> tuple[Tensor, Tensor]:

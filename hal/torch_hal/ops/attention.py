@@ -255,8 +255,10 @@ def _merge_terms(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     empty_a, empty_b = lse_a.isinf()[..., None], lse_b.isinf()[..., None]
     a, b = wide(out_a).masked_fill(empty_a, 0), wide(out_b).masked_fill(empty_b, 0)
     gap = (lse_a - lse_b)[..., None].abs().masked_fill(empty_a | empty_b, 0)
-    out = share_a * a.abs() + share_b * b.abs() + share_a * share_b * (a - b).abs() * gap
-    return finite_terms(out, (lse.abs() + 1)[..., 0])
+    # A share may be reckoned as exp(lse_i - lse), whose exponent is as far off as lse is large.
+    size = lse.masked_fill(lse.isinf(), 0).abs() + 1
+    out = size * (share_a * a.abs() + share_b * b.abs()) + share_a * share_b * (a - b).abs() * gap
+    return out, (lse.masked_fill(lse.isinf(), 0).abs() + 1)[..., 0]
 
 
 @op(
