@@ -129,6 +129,11 @@ class Op(Generic[P, R]):
             "reduces": self._number(self.reduces, scope),
         }
 
+    def longest_sum(self, *args: Any, **kwargs: Any) -> int:
+        """The ``reduces`` length of a call, without running anything."""
+        arguments = self.bind(*args, **kwargs)
+        return self._number(self.reduces, {**arguments, **self.checker.dims(arguments)})
+
     def run_fake(self, *args: Any, **kwargs: Any) -> Any:
         """The results' shapes and dtypes, computed on meta tensors: nothing is allocated and no device is used."""
         move = functools.partial(torch.utils._pytree.tree_map_only, torch.Tensor, lambda x: x.to("meta"))
