@@ -6,7 +6,9 @@ import dataclasses
 import enum
 import html
 import inspect
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -22,6 +24,7 @@ from torch_hal.twins import with_twins
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the generated pages into the navigation."""
     assert config.nav is not None
+    config.nav += [{"Conformance": ["conformance-selftest.md"]}] if SELFTEST.exists() else []
     config.nav += [{"Ops": [f"ops/{family}.md" for family in families()]}, {"Reference": ["api.md"]}]
     return config
 
@@ -31,7 +34,45 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for family, ops in families().items():
         files.append(File.generated(config, f"ops/{family}.md", content=family_page(family, ops)))
     files.append(File.generated(config, "api.md", content=api_page()))
+    if SELFTEST.exists():
+        files.append(File.generated(config, "conformance-selftest.md", content=selftest_page()))
     return files
+
+
+SELFTEST = Path(__file__).with_name("selftest.json")  # written by ``nox -s conformance_selftest -- --json``
+
+
+def selftest_page() -> str:
+    """Which wrong backends the conformance suite was shown, and the case that kills each."""
+    findings = json.loads(SELFTEST.read_text(encoding="utf-8"))
+    parts: dict[str, list[dict[str, Any]]] = {"mutants": [], "variants": [], "generated": []}
+    for finding in findings:
+        parts[finding["part"]].append(finding)
+    killed = [f for f in parts["generated"] if f["case"]]
+    spared = [f for f in parts["generated"] if not f["case"]]
+    by_op = {op: [f for f in parts["generated"] if f["op"] == op] for op in sorted({f["op"] for f in findings})}
+    rate = [(f"`{op}`", f"{sum(bool(f['case']) for f in made)} of {len(made)}") for op, made in by_op.items() if made]
+    return "\n\n".join(
+        [
+            "# What the suite is tested with",
+            "Made by `nox -s conformance_selftest -- --json docs/selftest.json` from one run.",
+            f"## Wrong backends, written by hand\n\n{len(parts['mutants'])} mutants; each died in the case and by the "
+            "check that it names.",
+            table(("op", "mutant", "what is wrong", "check", "case"), map(mutant_row, parts["mutants"])),
+            "## Right backends\n\nOne computes in float64 and rounds once, one sums in another order: nothing may be "
+            "found wrong with either, on 20 seeds. One gives zeros: nothing may be found right.",
+            table(("op", "backend", "found"), ((f"`{f['op']}`", f["name"], f["detail"]) for f in parts["variants"])),
+            f"## Wrong backends, made from the references\n\nOne change each in a reference's syntax tree: "
+            f"{len(killed)} of {len(killed) + len(spared)} die in core; the others, below, are explained.",
+            table(("op", "killed"), rate),
+            table(("mutant that lives", "why"), ((f"`{f['name']}`", f["detail"]) for f in spared)),
+        ]
+    )
+
+
+def mutant_row(finding: dict[str, Any]) -> tuple[str, ...]:
+    case = finding["case"].partition("/")[2]
+    return f"`{finding['op']}`", f"`{finding['name']}`", finding["detail"], finding["check"], f"`{case}`"
 
 
 def families() -> dict[str, list[Op[..., Any]]]:

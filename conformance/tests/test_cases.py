@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_hal.op import declared
+from torch_hal_conformance.cases import every_case, must_pass, select
+from torch_hal_conformance.memory import same_bits
+from torch_hal_conformance.must_pass_lists import text
+from torch_hal_conformance.spec import PROFILES, specs
+
+OWED = {*range(24, 33), 34, 35, 19, 20, 21, 22, 23}
+
+
+def test_every_op_has_a_spec_and_every_spec_an_op() -> None:
+    assert set(specs()) == set(declared())
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_must_pass_lists_are_those_of_the_cases(profile: str) -> None:
+    """If this fails: ``python -m torch_hal_conformance.must_pass_lists``, and look at the diff."""
+    assert must_pass(profile) == frozenset(text(profile).split())
+
+
+def test_profiles_hold_one_another() -> None:
+    core, deepseek, full = ({case.id for case in select(profile)} for profile in PROFILES)
+    assert core < deepseek < full == set(every_case())
+    assert {case.op for case in select("core")} == set(declared())
+
+
+def test_every_behaviour_that_the_suite_owes_has_cases_by_its_number() -> None:
+    shown = {number for case in every_case().values() for number in case.behaviours}
+    assert shown == OWED
+
+
+@pytest.mark.parametrize("op", sorted(declared()))
+def test_arguments_follow_from_the_name_alone_and_meet_the_contract(op: str) -> None:
+    for case in select("core", op):
+        if case.spec.ranks:
+            assert len(case.arguments()["ranks"]) in case.spec.ranks
+            continue
+        first, second, stale = case.arguments(), case.arguments(), case.arguments(stale=True)
+        declared()[op].check(**first)
+        assert first.keys() == second.keys()
+        assert all(_equal(first[k], second[k]) for k in first)
+        assert any(not _equal(first[k], stale[k]) for k in first) or case.structural or not _elements(first)
+
+
+def _equal(a: object, b: object) -> bool:
+    return same_bits(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+
+def _elements(arguments: dict[str, object]) -> int:
+    return sum(x.numel() for x in arguments.values() if isinstance(x, Tensor) and x.dtype != torch.int32)

@@ -1,0 +1,117 @@
+"""Who is judged: one backend's kernels on one device, and what of them cannot run here."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch_hal as hal
+from torch_hal import plugins
+from torch_hal.native import NATIVE
+from torch_hal.op import declared
+from torch_hal.selection import Cause
+
+
+class SubjectError(Exception):
+    """There is nothing to judge, and why: one line."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backend on a device: op -> its kernels that may run there, and op -> kernel -> why one may not."""
+
+    backend: str
+    device: hal.DeviceInfo
+    kernels: dict[str, tuple[str, ...]]
+    unavailable: dict[str, dict[str, str]] = field(default_factory=dict)
+    broken: dict[str, dict[str, str]] = field(default_factory=dict)  # these count as declared, and fail
+    folder: str = ""  # of the backend's own package, where its list of known failures may lie
+
+    @property
+    def declared(self) -> dict[str, tuple[str, ...]]:
+        """Every kernel that must answer for itself here."""
+        ops = sorted({*self.kernels, *self.broken})
+        return {op: self.kernels.get(op, ()) + tuple(self.broken.get(op, ())) for op in ops}
+
+    def to_json(self) -> str:
+        device = {k: getattr(self.device, k) for k in self.device.__dataclass_fields__}
+        device |= {"features": sorted(self.device.features), "versions": dict(self.device.versions)}
+        return json.dumps({**{k: v for k, v in vars(self).items() if k != "device"}, "device": device})
+
+    @classmethod
+    def from_json(cls, text: str) -> Subject:
+        values: dict[str, Any] = json.loads(text)
+        values["device"] = hal.DeviceInfo(**{**values["device"], "features": frozenset(values["device"]["features"])})
+        values["kernels"] = {op: tuple(kernels) for op, kernels in values["kernels"].items()}
+        return cls(**values)
+
+
+def find(backend: str, device: str | None = None) -> Subject:
+    """The backend's kernels on ``device``, by default the first device that it names, else the host.
+
+    ``backend`` is a plugin's name, or ``plugin.kernel`` for those kernels alone. Raises SubjectError.
+    """
+    name, _, wanted = backend.partition(".")
+    _check_plugin(name)
+    info = _device(name, device)
+    kernels: dict[str, tuple[str, ...]] = {}
+    unavailable: dict[str, dict[str, str]] = {}
+    broken: dict[str, dict[str, str]] = {}
+    for op in declared():
+        for verdict in hal.explain(op, str(info), hal.Policy()).verdicts:
+            kernel = verdict.kernel
+            if kernel.plugin != name or (wanted and kernel.name != wanted):
+                continue
+            if not verdict.refused:
+                kernels[op] = (*kernels.get(op, ()), kernel.id)
+            elif verdict.cause in (Cause.BROKEN, Cause.LAYOUT):
+                broken.setdefault(op, {})[kernel.id] = verdict.refused
+            else:
+                unavailable.setdefault(op, {})[kernel.id] = verdict.refused
+    if not kernels and not broken:
+        reasons = sorted({why for whys in unavailable.values() for why in whys.values()})
+        raise SubjectError(f"backend '{backend}' offers no kernel on {info}: {'; '.join(reasons) or 'it has none'}")
+    return Subject(backend, info, kernels, unavailable, broken, _folder(name))
+
+
+def _folder(name: str) -> str:
+    """Where the module lies that the entry point, or `torch_hal.register`, names."""
+    for plugin in plugins.discover().loaded:
+        if plugin.name == name:
+            module = getattr(plugin.target, "__name__", None) or type(plugin.target).__module__
+            found = importlib.util.find_spec(module)
+            return str(Path(found.origin).parent) if found is not None and found.origin else ""
+    return ""
+
+
+def _check_plugin(name: str) -> None:
+    if name == NATIVE:
+        return
+    known = {plugin.name: plugin for plugin in plugins.discover().plugins}
+    if name not in known:
+        close = difflib.get_close_matches(name, [*known, NATIVE], 1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        raise SubjectError(f"no backend '{name}': {hint}installed are {', '.join(sorted([*known, NATIVE]))}")
+    if known[name].state != "loaded":
+        raise SubjectError(f"backend '{name}' ({known[name].origin}) is {known[name].state}: {known[name].error}")
+
+
+def _device(name: str, device: str | None) -> hal.DeviceInfo:
+    if device is not None:
+        return hal.bind(device).device
+    for plugin in plugins.discover().loaded:
+        if plugin.name == name and (own := plugins.plugin_devices(plugin)):
+            return hal.bind(str(own[0])).device
+    return hal.bind("cpu").device
+
+
+@functools.lru_cache(maxsize=256)
+def bound(op: str, kernel: str, device: str, trace: bool = True) -> hal.OpSet:
+    """Op set in which ``op`` is that kernel, by its id, or nothing."""
+    pattern = kernel if "." in kernel else f"{kernel}.{kernel}"
+    return hal.bind(device, hal.Policy(require={op: (pattern,)}, trace=trace))
