@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import environment_with, suite
+from installed import environment_with, suite
 
 DYING = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
 RAISING = "raise OSError('libvendor.so: cannot open')\n"

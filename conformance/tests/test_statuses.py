@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import environment_with, suite
+from installed import environment_with, suite
 
 from torch_hal_conformance.report.schema import CaseResult, Report, load
 

@@ -4,7 +4,7 @@ import datetime
 from pathlib import Path
 
 import pytest
-from conftest import environment_with, suite
+from installed import environment_with, suite
 
 from torch_hal_conformance.cases import select
 from torch_hal_conformance.report.schema import load

@@ -45,13 +45,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_holds_three_typed_packages_and_one_version(wheel: Path) -> None:
+def test_the_wheel_holds_four_packages_and_one_version(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = archive.read(f"torch_hal-{__version__}.dist-info/METADATA").decode()
         entry_points = archive.read(f"torch_hal-{__version__}.dist-info/entry_points.txt").decode()
     packages = {name.split("/")[0] for name in names} - {f"torch_hal-{__version__}.dist-info"}
-    assert packages == {"torch_hal", "torch_hal_cuda", "torch_hal_deepseek"}
+    assert packages == {"torch_hal", "torch_hal_conformance", "torch_hal_cuda", "torch_hal_deepseek"}
     assert "torch_hal/py.typed" in names
     assert [name for name in names if name.endswith("licenses/LICENSE")]
     assert f"\nVersion: {__version__}\n" in metadata

@@ -1,3 +1,5 @@
+"""Backends that are installed for one test, and the command in their environment."""
+
 from __future__ import annotations
 
 import os
