@@ -13,7 +13,7 @@ import torch_hal as hal
 from torch_hal.plugins import discover
 
 ENVIRONMENT = Path(sys.prefix).resolve()
-PACKAGES = {"torch_hal", "torch_hal_cuda", "torch_hal_deepseek"}
+PACKAGES = {"torch_hal", "torch_hal_conformance", "torch_hal_cuda", "torch_hal_deepseek"}
 
 
 def main() -> None:
