@@ -30,8 +30,9 @@ def _fresh(item: Item, seed: int = 0) -> dict[str, Any]:
     return to_device(replace(item.case, seed=item.case.seed + seed).arguments(), item.ops().device.torch_device)
 
 
-def _same(item: Item, got: list[Any], expected: list[Any], check: str, what: str) -> None:
-    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+def _same(item: Item, values: dict[str, Any], got: list[Any], expected: list[Any], check: str, what: str) -> None:
+    pairs = (item.case.spec.written(values, outputs) for outputs in (got, expected))
+    for i, (a, b) in enumerate(zip(*pairs, strict=True)):
         if not same_bits(a, b):
             raise Failure(check, f"result {i} {what}")
 
@@ -62,13 +63,14 @@ def compile_whole(item: Item, seen: Seen) -> None:
     """Behaviour 21: one graph, and what the eager call gives."""
     expected = _eager(item, _fresh(item), seen)
     run, graphs = _compiled(item)
-    got = run(ready(item, _fresh(item)))
+    values = ready(item, _fresh(item))
+    got = run(values)
     if len(graphs) != 1:
         raise Failure("compile", f"expected one graph, the compiler was given {len(graphs)}")
     opaque = Trait.TRACEABLE not in item.chosen.traits
     if opaque and f"torch_hal.{item.case.op}__" not in graphs[0].code:
         raise Failure("compile", "an opaque kernel, but the graph does not name it: the compiler saw something else")
-    _same(item, got, expected, "compile", "differs from that of the eager call")
+    _same(item, values, got, expected, "compile", "differs from that of the eager call")
 
 
 def selection_key(item: Item, seen: Seen) -> None:
@@ -136,7 +138,7 @@ def capture(item: Item, seen: Seen) -> None:
     if item.ops().device.graph_class is None:
         with NoHostSync():  # type: ignore[no-untyped-call]
             got = oracle.outputs(item.op, getattr(ops, item.case.op)(**values), values)
-        _same(item, got, expected, "capture", "differs where nothing may wait for the device")
+        _same(item, values, got, expected, "capture", "differs where nothing may wait for the device")
         return
     _captured(item, values, [_fresh(item)], [expected], "capture")
 
@@ -155,7 +157,8 @@ def replay(item: Item, seen: Seen) -> None:
         return
     run, graphs = _compiled(item)
     for values, wanted in zip((first, second), expected, strict=True):
-        _same(item, run(ready(item, values)), wanted, "replay", "of a captured graph is not that of its new inputs")
+        got = run(values := ready(item, values))
+        _same(item, values, got, wanted, "replay", "of a captured graph is not that of its new inputs")
     if len(graphs) > 1 and _shapes(first) == _shapes(second):
         raise Failure("replay", "the graph depends on values: it was captured anew for other ones")
 
@@ -180,7 +183,8 @@ def _captured(
                 raise Failure(check, f"argument '{name}' is a number and differs between the two calls of this case")
         graph.replay()
         item.runtime.synchronize()
-        _same(item, oracle.outputs(item.op, graph.results, static), wanted, check, "of a replay is not its inputs'")
+        got = oracle.outputs(item.op, graph.results, static)
+        _same(item, static, got, wanted, check, "of a replay is not its inputs'")
 
 
 def side_stream(item: Item, seen: Seen) -> None:
@@ -203,7 +207,7 @@ def side_stream(item: Item, seen: Seen) -> None:
             if isinstance(x, Tensor):
                 x.copy_(ready_values[name])
         results = getattr(item.ops(), op.name)(**ready(item, values))
-        got = [y.clone() for y in oracle.outputs(op, results, values)]
+        got = oracle.outputs(op, results, values)
     item.runtime.synchronize()
     evidence = Evidence(
         op, arguments, [on_host(y) for y in got], oracle.exact(op, arguments), oracle.native(op, arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from .rebuild import PACKAGE, rebuild, source_of
 
 @dataclass(frozen=True)
 class Generated:
-    """One change at one place; ``where``: module, line and column in the source."""
+    """One change at one place; ``where``: the function, and the expression, counted if the function has it twice."""
 
     op: str
     where: str
@@ -43,13 +44,42 @@ class Generated:
 
 def generated(op: str, limit: int) -> list[Generated]:
     """At most ``limit`` mutants of an op, spread evenly over what its reference and the helpers that it reaches do."""
-    found = []
+    found: list[Generated] = []
     for module, functions in sorted(_reached(op).items()):
         tree = ast.parse(source_of(f"{PACKAGE}.{module}"))
+        places, seen = _places(tree), Counter[tuple[str, str]]()
         for index, ((node, change), _) in enumerate(_changes(tree, functions)):
-            found.append(Generated(op, f"{module}:{node.lineno}:{node.col_offset}", change, module, index))
+            where = f"{module}.{places[node]}"
+            seen[where, change] += 1
+            again = f" #{n}" if (n := seen[where, change]) > 1 else ""
+            found.append(Generated(op, where, f"{change}{again}", module, index))
     step = max(1, -(-len(found) // limit))
     return found[::step]
+
+
+WIDTH = 60  # of an expression in a name
+
+
+def _places(tree: ast.Module) -> dict[ast.AST, str]:
+    """Of every node in a function: the function, and the node as source, or what it is in where it is a number."""
+    places: dict[ast.AST, str] = {}
+
+    def look(node: ast.AST, around: ast.AST, function: str) -> None:
+        """``around``: the least expression that holds ``node`` and is no number."""
+        number = isinstance(node, ast.Constant) or (
+            isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant)
+        )
+        around = around if number else node
+        text = ast.unparse(around).partition("\n")[0]
+        places[node] = f"{function}: {text if len(text) <= WIDTH else text[: WIDTH - 1] + '…'}"
+        for child in ast.iter_child_nodes(node):
+            look(child, around, function)
+
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef):
+            for statement in function.body:
+                look(statement, statement, function.name)
+    return places
 
 
 def _reached(op: str) -> dict[str, frozenset[str]]:

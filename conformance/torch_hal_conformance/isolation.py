@@ -17,7 +17,7 @@ from .report.schema import CaseResult
 from .subjects import Subject, SubjectError
 
 TIMEOUT = 300.0  # seconds for one case: the largest on a slow machine take a tenth
-STARTUP = 300.0  # seconds until a process answers at all: it imports torch
+STARTUP = 300.0  # seconds until a process answers at all, and knows its backend: it imports torch
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Judge:
     def __call__(self, case: str, kernel: str, device: str) -> CaseResult:
         """The result of one item; "crashed" if the process dies or does not answer in time."""
         start = time.monotonic()
-        answer, cause = self._ask({"case": case, "kernel": kernel, "device": device})
+        answer, cause = self._ask({"case": case, "kernel": kernel, "device": device}, self.timeout)
         if answer is not None:
             result = CaseResult.model_validate_json(answer)
             if result.status == "error" and not device.startswith("cpu"):
@@ -65,7 +65,7 @@ class Judge:
 
     def find(self, backend: str, device: str | None) -> Subject:
         """Who is to be judged. Raises SubjectError, also where loading the backend takes the process with it."""
-        answer, cause = self._ask({"backend": backend, "device": device})
+        answer, cause = self._ask({"backend": backend, "device": device}, STARTUP)
         if answer is None:
             told = self._last_words()
             self.close()
@@ -74,7 +74,7 @@ class Judge:
             raise SubjectError(str(error))
         return Subject.from_json(answer.decode())
 
-    def _ask(self, wish: dict[str, Any]) -> tuple[bytes | None, str]:
+    def _ask(self, wish: dict[str, Any], timeout: float) -> tuple[bytes | None, str]:
         process = self._process or self._start()
         if self._process is None:
             self._process = process
@@ -86,7 +86,7 @@ class Judge:
             process.stdin.flush()
         except BrokenPipeError:
             return None, _how(process)
-        return self._line(process, self.timeout)
+        return self._line(process, timeout)
 
     def _line(self, process: subprocess.Popen[bytes], timeout: float) -> tuple[bytes | None, str]:
         """The next line that the process writes, or why there is none."""

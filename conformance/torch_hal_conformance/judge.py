@@ -113,9 +113,7 @@ def _told(error: Exception) -> str:
 def numbers(item: Item, seen: Seen) -> Score:
     """Run the kernel once on poisoned memory, and again where it says that it is deterministic; compare."""
     op, case = item.op, item.case
-    arguments = case.arguments()
-    exact = oracle.exact(op, arguments)
-    native = oracle.native(op, arguments)
+    arguments, exact, native = truth(case)
     evidence = functools.partial(Evidence, op, arguments, exact=exact, native=native)
     if not case.structural:
         not_vacuous(case, lambda got: evidence(got=got), native)
@@ -134,6 +132,13 @@ def numbers(item: Item, seen: Seen) -> Score:
     return score
 
 
+@functools.lru_cache(maxsize=1)  # for one kernel after the other
+def truth(case: Case) -> tuple[dict[str, Any], oracle.Exact, list[Any]]:
+    """A case's arguments, which nobody may write, what they give in float64, and what native torch makes of them."""
+    op, arguments = declared()[case.op], case.arguments()
+    return arguments, oracle.exact(op, arguments), oracle.native(op, arguments)
+
+
 def keep_promises(item: Item, arguments: dict[str, Any], got: list[Any], seen: Seen) -> None:
     """What the kernel declares of equal inputs: the same bits again, and the same for a row whoever its neighbours."""
     case, traits, device = item.case, item.chosen.traits, item.ops().device.torch_device
@@ -141,7 +146,8 @@ def keep_promises(item: Item, arguments: dict[str, Any], got: list[Any], seen: S
         again, _ = place(arguments, case.layout, case.spec.fixed, device)
         repeated = call(item, again, second := Seen())
         seen.kernel_seconds = second.kernel_seconds  # nothing is loaded or compiled by now
-        if not all(same_bits(a, b) for a, b in zip(got, repeated, strict=True)):
+        pairs = (case.spec.written(arguments, outputs) for outputs in (got, repeated))
+        if not all(same_bits(a, b) for a, b in zip(*pairs, strict=True)):
             raise Failure("repeat", "declared deterministic, but a second call on the same bits gave others")
     base = case.layout == "contiguous" and case.shape == case.spec.shapes[0].name
     if Trait.BATCH_INVARIANT in traits and case.spec.rows and base:
@@ -187,9 +193,28 @@ def ready(item: Item, values: dict[str, Any]) -> dict[str, Any]:
         values |= {**dict(zip(parameters, laid.tensors, strict=True)), "layout": laid.layout}
     if op.plan is not None and kernel.plan is not None and spec.plan is not None:
         check_taken(item, values)
-        planned = function.plan(**spec.plan(values))
+        wanted = spec.plan(values)
+        planned = function.plan(**wanted)
+        check_plan_size(planned.tensors[0], function.plan(**{k: _nothing(v) for k, v in wanted.items()}).tensors[0])
         values |= {"plan": planned.tensors[0], "layout": planned.layout}
     return values
+
+
+def _nothing(lengths: Any) -> Any:
+    """Sequences' lengths, on the device or the host, all 0; anything else as it is."""
+    if isinstance(lengths, Tensor):
+        return torch.zeros_like(lengths)
+    return [0] * len(lengths) if isinstance(lengths, list) else lengths
+
+
+def check_plan_size(plan: Tensor, empty: Tensor) -> None:
+    """A captured graph is given other lengths by copying a new plan over the old one."""
+    if plan.shape != empty.shape:
+        raise Failure(
+            "plan",
+            f"a plan's size may not depend on lengths: {tuple(plan.shape)} for this call's, "
+            f"{tuple(empty.shape)} if all are 0",
+        )
 
 
 def check_taken(item: Item, values: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ import signal
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -130,29 +130,33 @@ def _zeros(op: Any, *args: Any) -> Any:
 
 def from_syntax_trees(op: str, limit: int) -> Iterator[Finding]:
     """Mutants of the op's reference, each on the cases of core until one kills it."""
-    cases = [case for case in select("core", op) if case.regime not in BEHAVIOURS]
-    excused = survivors()
-    for mutant in generated(op, limit):
-        with _offered(mutant):
-            killer = next((r for r in (_judge(case, "generated") for case in cases) if r.status != "correct"), None)
-        if killer is not None:
-            yield Finding("generated", op, mutant.name, True, killer.id, killer.check)
-        else:
-            why = excused.get(mutant.name, "")
-            yield Finding("generated", op, mutant.name, bool(why), detail=why or "no case of core kills it")
+    excused, alive = survivors(), {f"m{i}": mutant for i, mutant in enumerate(generated(op, limit))}
+    with _offered(op, alive):
+        for case in select("core", op):
+            if case.regime in BEHAVIOURS:
+                continue
+            for name, mutant in list(alive.items()):
+                result = _judge(case, f"generated.{name}")
+                if result.status != "correct":
+                    yield Finding("generated", op, mutant.name, True, case.id, result.check)
+                    del alive[name]
+    for mutant in alive.values():
+        why = excused.get(mutant.name, "")
+        yield Finding("generated", op, mutant.name, bool(why), detail=why or "no case of core kills it")
 
 
 class _offered:
-    """Registers one generated mutant as a plugin for a while."""
+    """Registers an op's generated mutants as a plugin for a while."""
 
-    def __init__(self, mutant: Generated) -> None:
-        self._mutant = mutant
+    def __init__(self, op: str, found: Mapping[str, Generated]) -> None:
+        reads = frozenset({"*"}) if declared()[op].plan else None
+        self._kernels = [
+            hal.Kernel(op, name, run=mutant.build(), reads=reads, traits=TRAITS) for name, mutant in found.items()
+        ]
 
     @hal.hookimpl
-    def torch_hal_kernels(self) -> Iterator[hal.Kernel]:
-        op = declared()[self._mutant.op]
-        reads = frozenset({"*"}) if op.plan else None
-        yield hal.Kernel(op.name, "generated", run=self._mutant.build(), reads=reads, traits=TRAITS)
+    def torch_hal_kernels(self) -> list[hal.Kernel]:
+        return self._kernels
 
     def __enter__(self) -> None:
         bound.cache_clear()

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .verdict import Verdict, bounded
 
 PROFILES = ("core", "deepseek", "full")  # each holds the ones before it
@@ -59,6 +62,7 @@ class Spec:
     fixed: arguments whose strides say something (scales in a layout), which no case lays out differently.
     rows: arguments whose first dim is the tokens, for batch invariance: results' first dim is too.
     structural: regimes in which a result of zeros may be right.
+    unwritten: (arguments, outputs) -> of each output a mask over its leading dims of what may hold anything, or None.
     plan: arguments -> those of the op's ``plan``.
     """
 
@@ -72,8 +76,22 @@ class Spec:
     rows: tuple[str, ...] = ()
     structural: frozenset[str] = frozenset()
     verdict: Verdict = bounded
+    unwritten: Callable[[dict[str, Any], list[Any]], list[Tensor | None]] | None = None
     plan: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     ranks: tuple[int, ...] = ()  # a collective: how many processes it is judged with
+
+    def written(self, arguments: dict[str, Any], outputs: list[Any]) -> list[Any]:
+        """``outputs`` with zeros wherever they may hold anything: two calls may be compared by them."""
+        if self.unwritten is None:
+            return outputs
+        masks = self.unwritten(arguments, outputs)
+        return [y if mask is None else _blank(y, mask) for y, mask in zip(outputs, masks, strict=True)]
+
+
+def _blank(y: Tensor, mask: Tensor) -> Tensor:
+    words = y.view(torch.uint8) if y.element_size() == 1 else y
+    mask = mask.to(y.device).reshape(*mask.shape, *[1] * (y.dim() - mask.dim()))
+    return words.masked_fill(mask, 0)
 
 
 @functools.cache

@@ -60,6 +60,8 @@ def _mean(x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dt
 _REORDERED: dict[Any, Callable[..., Tensor]] = {
     aten.mm.default: _matmul,
     aten.bmm.default: _matmul,
+    aten.matmul.default: _matmul,  # compilers do not take these two apart
+    aten.linear.default: lambda x, weight: _matmul(x, weight.mT),
     aten.sum.dim_IntList: _sum,
     aten.sum.default: lambda x, *, dtype=None: _sum(x, dtype=dtype),
     aten.mean.dim: _mean,
@@ -90,10 +92,18 @@ def _wide(op: Op[..., Any]) -> Callable[..., Any]:
         for name, before, after in zip(names, args, wide, strict=True):
             if name in op.mutates and after is not before:
                 before.copy_(after)
-        rounded = [y.to(like.dtype) for y, like in zip(leaves(results), leaves(narrow), strict=True)]
+        rounded = [_converted(y, like.dtype) for y, like in zip(leaves(results), leaves(narrow), strict=True)]
         return None if results is None else tuple(rounded) if isinstance(results, tuple) else rounded[0]
 
     return run
+
+
+def _converted(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """``y`` in ``dtype`` with its strides and what its storage holds beside it: a layout's padding."""
+    if y.dtype == dtype:
+        return y
+    storage = y.as_strided((y.untyped_storage().nbytes() // y.element_size(),), (1,), 0)
+    return storage.to(dtype).as_strided(y.shape, y.stride(), y.storage_offset())
 
 
 class Variant:

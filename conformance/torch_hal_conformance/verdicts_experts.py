@@ -37,12 +37,14 @@ def _named(evidence: Evidence) -> dict[str, Any]:
 def _rounded_outputs(evidence: Evidence, outputs: Tensor) -> Tensor:
     """T: the 2-norm over a token's experts of outputs [T, K, D], in units of x's dtype rather than of a code.
 
-    Twice: an output may be rounded before it is weighted and after.
+    Twice: an output may be rounded before it is weighted and after. An expert that is named twice errs twice alike.
     """
     op: Op[..., Any] = evidence.op
+    ids: Tensor = evidence.arguments["topk_ids"]
+    repeats = (ids[:, :, None] == ids[:, None]).sum(-1, keepdim=True)
     assert op.intermediate_dtype is not None
     units = unit_roundoff(evidence.arguments["x"].dtype) / unit_roundoff(op.intermediate_dtype)
-    return (2 * outputs.square().sum(1)).sqrt() * units
+    return (2 * repeats * outputs.square()).sum(1).sqrt() * units
 
 
 @dataclass(frozen=True)

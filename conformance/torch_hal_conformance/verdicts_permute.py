@@ -47,6 +47,12 @@ def scattered_fp8(evidence: Evidence) -> Score:
     return Score()
 
 
+def padding_rows(arguments: dict[str, Any], outputs: list[Any]) -> list[Tensor | None]:
+    """Of ``rows`` and, between, their scales, those of no expert; then m_indices and output_index, whole."""
+    padding = outputs[-2] < 0
+    return [*[padding] * (len(outputs) - 2), None, None]
+
+
 def _tokens(evidence: Evidence, m_indices: Tensor, output_index: Tensor) -> Tensor:
     """The token of each row, -1 for padding, after looking whether the places are right."""
     _equal("experts", "m_indices", m_indices, evidence.native[-2])

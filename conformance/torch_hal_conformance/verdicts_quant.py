@@ -33,6 +33,7 @@ ROUNDING = 4 * U
 # Beyond the bound of the op that is not quantised: approximate exponentials, divisions and square roots. CUDA's fast
 # exponential, for one, is 2 + 1.17·|x| units off, and x beyond −10 gives next to nothing beside a group's largest.
 APPROXIMATE = 32 * U
+ZERO = torch.zeros((), dtype=torch.float64)
 UE8M0_RANGE = (2.0**-126, 2.0**127)
 
 
@@ -51,8 +52,7 @@ class Source:
 
 def argument(evidence: Evidence) -> Source:
     """The first argument, as it is."""
-    values = next(iter(evidence.arguments.values())).double()
-    return Source(values, torch.zeros(()).expand_as(values), torch.zeros(()).bool())
+    return Source(next(iter(evidence.arguments.values())).double(), ZERO, ZERO.bool())
 
 
 def result_of(name: str, evidence: Evidence) -> Source:
@@ -61,7 +61,7 @@ def result_of(name: str, evidence: Evidence) -> Source:
     found = exact(op, {key: evidence.arguments[key] for key in op.signature.parameters})
     values, terms = found.results[0], found.terms[0].expand_as(found.results[0])
     errors = 4 * found.length**0.5 * U * terms + APPROXIMATE * values.abs()
-    return Source(values, errors, torch.zeros(()).bool(), found)
+    return Source(values, errors, ZERO.bool(), found)
 
 
 def masked(evidence: Evidence) -> Source:
@@ -91,9 +91,8 @@ def in_groups(source: Callable[[Evidence], Source]) -> Verdict:
         _check_stored_shape(stored, codes, layout.columns(groups), layout)
         scales = layout.unpack(stored, groups)
         open_ = before.unspecified.expand(*codes.shape[:-1], 1)
-        values, errors, got = (
-            x.reshape(*codes.shape[:-1], groups, size) for x in (before.values, before.errors, _bytes(codes))
-        )
+        values, got = (x.reshape(*codes.shape[:-1], groups, size) for x in (before.values, _bytes(codes)))
+        errors = before.errors.reshape(values.shape) if before.errors.dim() else before.errors
         score = _judged(options, values, errors, got, scales, open_)
         check_layout(stored, layout, groups, open_)
         if rest:
@@ -108,23 +107,23 @@ def whole(evidence: Evidence) -> Score:
     """One scale for everything."""
     options, before, (codes, scale) = evidence.op.bind(**evidence.arguments), argument(evidence), evidence.got
     if codes.numel() == 0:
-        return _scales(options, torch.zeros(1, 1), torch.zeros(1, 1), scale, torch.zeros(1).bool())
-    values, errors, got = (x.reshape(1, -1) for x in (before.values, before.errors, _bytes(codes)))
-    return _judged(options, values, errors, got, scale, torch.zeros(1).bool())
+        return _scales(options, ZERO.reshape(1, 1), ZERO, scale, ZERO.bool())
+    values, got = before.values.reshape(1, -1), _bytes(codes).reshape(1, -1)
+    return _judged(options, values, before.errors, got, scale, ZERO.bool())
 
 
 def in_blocks(evidence: Evidence) -> Score:
     """One scale for each block of 128×128."""
     options, before, (codes, scales) = evidence.op.bind(**evidence.arguments), argument(evidence), evidence.got
-    values, errors, got = (_blocks(x) for x in (before.values, before.errors, _bytes(codes)))
-    return _judged(options, values, errors, got, scales, torch.zeros(()).bool())
+    values, got = _blocks(before.values), _blocks(_bytes(codes))
+    return _judged(options, values, before.errors, got, scales, ZERO.bool())
 
 
 def static(evidence: Evidence) -> Score:
     """Codes of a scale that was given; NaN stays, and nothing else becomes it."""
     x, scale = evidence.arguments["x"].double(), evidence.arguments["scale"].double()
     kind = FP8_KINDS[evidence.op.bind(**evidence.arguments)["fp8"]]
-    _codes(kind, x, torch.zeros(()).expand_as(x), _bytes(evidence.got[0]), scale.expand_as(x), torch.zeros(()).bool())
+    _codes(kind, x, ZERO, _bytes(evidence.got[0]), scale, ZERO.bool())
     return Score()
 
 
@@ -140,7 +139,7 @@ def requantised(evidence: Evidence) -> Score:
         raise Failure("scales", f"result 1 at {list(i)}: expected {wanted[i]:.9g}, got {scales[i]:.9g}")
     values, new = weight.double() * spread(old, weight), spread(scales.double(), weight)
     lost = values.isnan() & new.isnan()  # a block is NaN by its codes or by its scale
-    _codes(kind, values, torch.zeros(()).expand_as(values), _bytes(codes), new, lost)
+    _codes(kind, values, ZERO, _bytes(codes), new, lost)
     return Score()
 
 
@@ -187,7 +186,8 @@ def _scales(options: dict[str, Any], values: Tensor, errors: Tensor, got: Tensor
     if values.numel() == 0:
         return Score()
     magnitude = values.abs()
-    low, wanted, high = ((magnitude + side * errors).amax(-1).clamp(min=eps) / kind.quant_max for side in (-1, 0, 1))
+    sides = (magnitude - errors, magnitude, magnitude + errors) if errors.dim() else (magnitude,) * 3
+    low, wanted, high = (side.amax(-1).clamp(min=eps) / kind.quant_max for side in sides)
     rounded = (wanted.float().double() != wanted) | (low != high)
     slack = ROUNDING * (rounded.double() if power else 1.0)
     low, high, s = low * (1 - slack), high * (1 + slack), got.double()
@@ -211,15 +211,18 @@ def _scales(options: dict[str, Any], values: Tensor, errors: Tensor, got: Tensor
 def _codes(kind: Fp8Kind, values: Tensor, errors: Tensor, got: Tensor, scales: Tensor, open_: Tensor) -> None:
     """Raise Failure("codes") unless every byte of ``got`` is a code that ``values`` / ``scales`` may be rounded to."""
     q = (values / scales).clamp(-1e4, 1e4)
-    unrounded = (errors == 0) & (torch.frexp(scales).mantissa == 0.5) & (q.float().double() == q)
-    width = torch.where(unrounded, 0.0, (errors / scales).clamp(max=1e4) * (1 + ROUNDING) + ROUNDING * q.abs())
-    low, high = (_ranks(kind, q + side) for side in (-width, width))
-    magnitude = (got & 0x7F).long()
+    magnitude = (got & 0x7F).int()
     rank = torch.where(got >= 0x80, -magnitude, magnitude)
     nan = got.view(kind.dtype).float().isnan()
-    wrong = torch.where(values.isnan(), ~nan, nan | (rank < low) | (rank > high)) & ~open_
+    suspects = torch.where(values.isnan(), ~nan, nan | (rank != _ranks(kind, q))) & ~open_
+    places = torch.nonzero(suspects, as_tuple=True)  # few, as a rule: only they need bounds
+    s, e, quotient = (x.expand_as(q)[places] for x in (scales, errors, q))
+    unrounded = (e == 0) & (torch.frexp(s).mantissa == 0.5) & (quotient.float().double() == quotient)
+    width = torch.where(unrounded, 0.0, (e / s).clamp(max=1e4) * (1 + ROUNDING) + ROUNDING * quotient.abs())
+    low, high = (_ranks(kind, quotient + side) for side in (-width, width))
+    wrong = nan[places] | values[places].isnan() | (rank[places] < low) | (rank[places] > high)
     if wrong.any():
-        i = _first(wrong)
+        i = tuple(int(place[wrong][0]) for place in places)
         decoded = got.view(kind.dtype).float()[i]
         raise Failure(
             "codes",
@@ -230,10 +233,11 @@ def _codes(kind: Fp8Kind, values: Tensor, errors: Tensor, got: Tensor, scales: T
 
 def _ranks(kind: Fp8Kind, q: Tensor) -> Tensor:
     """The nearest code of each number as its place among the codes of its sign, ties to even; zero is 0."""
-    middles = _middles(kind)
-    below = torch.searchsorted(middles, q.abs().contiguous())
-    upto = torch.searchsorted(middles, q.abs().contiguous(), right=True)
-    return torch.where(below == upto, below, below + below % 2) * q.sign().nan_to_num(0.0).long()
+    middles, magnitude = _middles(kind), q.abs().contiguous()
+    below = torch.searchsorted(middles, magnitude, out_int32=True)
+    tie = middles[below.clamp(max=len(middles) - 1)] == magnitude
+    rank = torch.where(tie, below + below % 2, below)
+    return torch.where(q < 0, -rank, rank)
 
 
 @functools.cache

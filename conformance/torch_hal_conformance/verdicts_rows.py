@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,26 @@ def among(evidence: Evidence, rows: Tensor) -> Evidence:
     )
 
 
+def padding_rows(arguments: dict[str, Any], outputs: list[Any]) -> list[Tensor | None]:
+    """Of rows of one matrix, those of no expert."""
+    return [arguments["m_indices"] < 0 for _ in outputs]
+
+
+def rows_beyond(arguments: dict[str, Any], outputs: list[Any]) -> list[Tensor | None]:
+    """Of a matrix an expert, the rows that are not in use."""
+    filled = arguments["masked_m"]
+    return [torch.arange(y.shape[1], device=filled.device) >= filled[:, None] for y in outputs]
+
+
 def contiguous_rows(evidence: Evidence) -> Score:
     """Grouped products of rows of one matrix: all but padding."""
-    return bounded(among(evidence, evidence.arguments["m_indices"] >= 0))
+    (padding,) = padding_rows(evidence.arguments, evidence.got)
+    assert padding is not None
+    return bounded(among(evidence, ~padding))
 
 
 def masked_rows(evidence: Evidence) -> Score:
     """Grouped products of a matrix an expert: the rows in use."""
-    filled = evidence.arguments["masked_m"]
-    return bounded(among(evidence, torch.arange(evidence.got[0].shape[1]) < filled[:, None]))
+    (beyond,) = rows_beyond(evidence.arguments, evidence.got)
+    assert beyond is not None
+    return bounded(among(evidence, ~beyond))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,9 +95,16 @@ TRAITS = frozenset({hal.Trait.TRACEABLE, hal.Trait.GRAPH_SAFE, hal.Trait.DETERMI
 
 
 @hal.hookimpl
-def torch_hal_kernels() -> Iterator[hal.Kernel]:
-    for mutant in mutants():
-        op = declared()[mutant.op]
-        reads = frozenset({"*"}) if op.plan else None
-        options = {"traits": TRAITS, "reads": reads, **mutant.options}
-        yield hal.Kernel(mutant.op, mutant.name, run=mutant.build(), **options)
+def torch_hal_kernels() -> tuple[hal.Kernel, ...]:
+    return _kernels()
+
+
+@functools.cache  # every other plugin that comes or goes has all of them asked again
+def _kernels() -> tuple[hal.Kernel, ...]:
+    return tuple(map(_kernel, mutants()))
+
+
+def _kernel(mutant: Mutant) -> hal.Kernel:
+    reads = frozenset({"*"}) if declared()[mutant.op].plan else None
+    options = {"traits": TRAITS, "reads": reads, **mutant.options}
+    return hal.Kernel(mutant.op, mutant.name, run=mutant.build(), **options)

@@ -1,293 +1,171 @@
-"""Wrong attention."""
+"""Wrong attention over packed sequences. What is wrong with its softmax is in `softmax`."""
 
 from __future__ import annotations
 
-from . import Mutant, edit
+from collections.abc import Callable
+from typing import Any
 
-VARLEN = "core/mixed-H2-Dk192-Dv128-causal/bfloat16/contiguous"
-DECODE = "core/few-H16-s1-L512-R64-page64/bfloat16/contiguous"
-FP8 = "core/few-H16-s1-L512-R64-page64-ds_mla/bfloat16/contiguous"
-RECENT = {
-    "mla_decode": "core/few-H16-s2-L512-R64-page64/bfloat16/contiguous/recent/0",
-    "mla_decode_fp8": "core/few-H16-s2-L512-R64-page64-ds_mla/bfloat16/contiguous/recent/0",
-}
-MERGE = "core/T17-H16-D128/bfloat16/contiguous"
-LIMITS = "limits = lens[:, None] - queries + 1 + torch.arange"
+import torch
+from torch import Tensor
+
+from . import Mutant, edit, kernel
+
+BASE = "core/mixed-H2-Dk192-Dv128-causal"
+BF16 = f"{BASE}/bfloat16/contiguous"
+SMALL = "core/mixed-H3-Dk24-Dv40-causal/bfloat16/contiguous"
+RECENT = f"{BF16}/recent/0"
+UNIT = f"{BF16}/unit/0"
+CAUSAL = "(len_k - len_q)[sequence, None] + place + 1"
+CALL = "    return varlen(attend, (q, k, v, cu_q, cu_k), max_q, max_k, scale, causal)\n\n\ndef plan"
+Results = tuple[Tensor, Tensor]
+Attention = Callable[..., Results]
 
 
-def decode(op: str, base: str) -> tuple[Mutant, ...]:
-    """What goes wrong with paged decoding, in 16 bits or in 8."""
-    recent = RECENT[op]
-    return (
-        edit(
-            op,
-            "mask_one_short",
-            "a query does not see its own key",
-            LIMITS,
-            "limits = lens[:, None] - queries + torch.arange",
-            recent,
-            module="_attention",
-        ),
-        edit(
-            op,
-            "mask_one_long",
-            "a query sees the key after its own",
-            "limits = lens[:, None] - queries + 1",
-            "limits = lens[:, None] - queries + 2",
-            recent,
-            module="_attention",
-        ),
-        edit(
-            op,
-            "all_see_all",
-            "all new tokens see all keys",
-            LIMITS,
-            "limits = lens[:, None] + 0 * torch.arange",
-            recent,
-            module="_attention",
-        ),
-        edit(
-            op,
-            "reads_past_the_end",
-            "reads whole pages",
-            "absent = torch.arange(keys, device=q.device) >= lens[:, None]",
-            "absent = torch.arange(keys, device=q.device) >= lens[:, None] + page_size",
-            f"{base}/unit/0",
-            "nonfinite",
-            module="_attention",
-        ),
-        edit(
-            op,
-            "page_table_ignored",
-            "takes pages as they lie in memory",
-            "table, lens = page_table.to(torch.int64).clamp(0, pages - 1), ",
-            "table, lens = torch.arange(page_table.numel(), device=q.device).view(page_table.shape) % pages, ",
-            f"{base}/unit/0",
-            "nonfinite",
-            module="_attention",
-        ),
-        edit(
-            op,
-            "first_page_twice",
-            "reads a sequence's first page for its second",
-            "table, lens = page_table.to(torch.int64).clamp(0, pages - 1), ",
-            "table, lens = page_table[:, :1].expand_as(page_table).to(torch.int64).clamp(0, pages - 1), ",
-            f"{base}/unit/0",
-            module="_attention",
-        ),
-        edit(
-            op,
-            "no_scale",
-            "forgets the softmax scale",
-            "scores = (q @ k.mT * scale)",
-            "scores = (q @ k.mT)",
-            f"{base}/unit/0",
-            module="_attention",
-        ),
-        edit(
-            op,
-            "log2_lse",
-            "gives the lse in base 2",
-            "lse = scores.logsumexp(-1)\n",
-            "lse = scores.logsumexp(-1) * 1.4426950408889634\n",
-            f"{base}/unit/0",
-            module="_attention",
-        ),
-        edit(
-            op,
-            "empty_is_nan",
-            "a sequence without keys gives NaN",
-            "scores.softmax(-1).masked_fill(lse.isneginf()[..., None], 0)",
-            "scores.softmax(-1)",
-            f"{base}/b31_padding/0",
-            "nonfinite",
-            module="_attention",
-        ),
-        edit(
-            op,
-            "rope_left_out",
-            "scores without the rotated part",
-            "q = torch.cat([q_nope, q_pe], -1)"
-            if op == "mla_decode"
-            else "q, rank = torch.cat([q_nope, q_pe], -1), q_nope.shape[-1]",
-            "q = torch.cat([q_nope, 0 * q_pe], -1)"
-            if op == "mla_decode"
-            else "q, rank = torch.cat([q_nope, 0 * q_pe], -1), q_nope.shape[-1]",
-            f"{base}/unit/0",
-        ),
-    )
+def wrong(name: str, why: str, old: str, new: str, case: str, check: str = "bound") -> Mutant:
+    return edit("mha_varlen", name, why, old, new, case, check, module="_attention")
 
 
 MUTANTS = (
-    *decode("mla_decode", DECODE),
-    *decode("mla_decode_fp8", FP8),
-    edit(
-        "mla_decode_fp8",
-        "next_tile",
-        "a tile takes its neighbour's scale",
-        ".view(torch.float32).to(dtype)[..., None]",
-        ".view(torch.float32).to(dtype).roll(1, -1)[..., None]",
-        "core/mixed-H3-s3-L256-R16-page4-ds_mla/bfloat16/contiguous/b27_scales/0",
-        module="kv_cache",
-    ),
-    edit(
-        "mla_decode_fp8",
-        "no_tile_scale",
-        "forgets the scales",
-        ".view(torch.float32).to(dtype)[..., None]",
-        ".view(torch.float32).to(dtype)[..., None] ** 0",
-        f"{FP8}/unit/0",
-        module="kv_cache",
-    ),
-    edit(
-        "mha_varlen",
-        "top_left",
-        "aligns the causal mask at the top left",
-        "(len_k - len_q)[sequence, None] + place + 1",
-        "place + 1",
-        f"{VARLEN}/recent/0",
-        module="_attention",
-    ),
-    edit(
-        "mha_varlen",
-        "sees_next",
-        "a query sees the key after its own",
-        "(len_k - len_q)[sequence, None] + place + 1",
-        "(len_k - len_q)[sequence, None] + place + 2",
-        f"{VARLEN}/recent/0",
-        module="_attention",
-    ),
-    edit(
-        "mha_varlen",
-        "never_causal",
-        "sees every key",
+    wrong("top_left", "aligns the causal mask at the top left", CAUSAL, "place + 1", RECENT),
+    wrong("sees_next", "a query sees the key after its own", CAUSAL, CAUSAL.replace("1", "2"), RECENT),
+    wrong("never_sees_itself", "a query does not see its own key", CAUSAL, CAUSAL.replace(" + 1", ""), RECENT),
+    wrong("never_causal", "sees every key", "    if causal:  # the last query sees every key", "    if False:", RECENT),
+    wrong(
+        "always_causal",
+        "never sees a later key",
         "    if causal:  # the last query sees every key",
-        "    if False:",
-        f"{VARLEN}/recent/0",
-        module="_attention",
+        "    if True:",
+        "core/mixed-H4-Dk192-Dv128-no_causal/float16/contiguous/recent/0",
     ),
-    edit(
-        "mha_varlen",
+    wrong(
         "first_sequence",
         "every sequence reads the first one's keys",
         "return rows, limits, cu_k[sequence], num_keys",
         "return rows, limits, 0 * cu_k[sequence], num_keys",
-        f"{VARLEN}/unit/0",
+        UNIT,
         "nonfinite",
-        module="_attention",
     ),
-    edit(
-        "mha_varlen",
+    wrong(
+        "keys_at_queries",
+        "looks for a sequence's keys where its queries are",
+        "return rows, limits, cu_k[sequence], num_keys",
+        "return rows, limits, cu_q[sequence], num_keys",
+        UNIT,
+        "nonfinite",
+    ),
+    wrong(
         "one_key_short",
         "leaves out each sequence's last key",
         "    num_keys = len_k[sequence]\n",
         "    num_keys = len_k[sequence] - 1\n",
-        f"{VARLEN}/recent/0",
-        module="_attention",
+        RECENT,
     ),
-    edit(
-        "mha_varlen",
-        "log2_lse",
-        "gives the lse in base 2",
-        "lse = scores.logsumexp(-1)\n",
-        "lse = scores.logsumexp(-1) * 1.4426950408889634\n",
-        f"{VARLEN}/unit/0",
-        module="_attention",
+    wrong(
+        "one_key_long",
+        "sees the first key of the next sequence",
+        "    num_keys = len_k[sequence]\n",
+        "    num_keys = len_k[sequence] + 1\n",
+        "core/mixed-H4-Dk192-Dv128-no_causal/bfloat16/contiguous/unit/0",
+        "nonfinite",
+    ),
+    wrong(
+        "reads_past_the_end",
+        "reads what lies past a sequence, and weighs it by 0",
+        "wide(x[index].masked_fill(absent, 0))",
+        "wide(x[index])",
+        UNIT,
+        "nonfinite",
+    ),
+    wrong(
+        "first_head",
+        "all heads read the first one's keys and values",
+        "out_i, lse_i = attend(q_i, k_i, v_i,",
+        "out_i, lse_i = attend(q_i, k_i[:1], v_i[:1],",
+        UNIT,
+    ),
+    wrong(
+        "next_head",
+        "values of the head after the keys'",
+        "out_i, lse_i = attend(q_i, k_i, v_i,",
+        "out_i, lse_i = attend(q_i, k_i, v_i.roll(1, 0),",
+        UNIT,
+    ),
+    wrong(
+        "value_columns_left_out",
+        "writes whole tiles of 16 columns",
+        "out_i, lse_i = attend(q_i, k_i, v_i,",
+        "out_i, lse_i = attend(q_i, k_i, v_i.where(torch.arange(value_dim) < value_dim // 16 * 16, 0),",
+        f"{SMALL}/unit/0",
+    ),
+    wrong(
+        "key_columns_left_out",
+        "multiplies whole tiles of 16 columns",
+        "k_i, v_i = (wide(",
+        "k = k.where(torch.arange(k.shape[2]) < k.shape[2] // 16 * 16, 0)\n        k_i, v_i = (wide(",
+        f"{SMALL}/unit/0",
     ),
     edit(
         "mha_varlen",
         "scale_of_value_dim",
         "scales by the values' width",
-        "attend, (q, k, v, cu_q, cu_k), max_q, max_k, scale, causal)\n\n\ndef plan",
-        "attend, (q, k, v, cu_q, cu_k), max_q, max_k, v.shape[-1] ** -0.5, causal)\n\n\ndef plan",
-        f"{VARLEN}/unit/0",
+        CALL,
+        CALL.replace(" scale,", " v.shape[-1] ** -0.5,"),
+        UNIT,
     ),
-    edit(
-        "mha_varlen",
-        "no_maximum",
-        "exponentiates without taking off the maximum",
-        "scores.softmax(-1).masked_fill",
-        "(scores.exp() / scores.exp().sum(-1, keepdim=True)).masked_fill",
-        f"{VARLEN}/shifted/0",
-        "nonfinite",
-        module="_attention",
-    ),
-    edit(
-        "merge_state",
-        "sides_swapped",
-        "weighs each side with the other's share",
-        "share_a, share_b, lse = _merge_weights(lse_a, lse_b)\n    a = wide",
-        "share_b, share_a, lse = _merge_weights(lse_a, lse_b)\n    a = wide",
-        f"{MERGE}/unit/0",
-    ),
-    edit(
-        "merge_state",
-        "base_two",
-        "takes the lse for one in base 2",
-        "a, b = (lse_a - top).exp(), (lse_b - top).exp()",
-        "a, b = (lse_a - top).exp2(), (lse_b - top).exp2()",
-        f"{MERGE}/unit/0",
-    ),
-    edit(
-        "merge_state",
-        "no_maximum",
-        "exponentiates without taking off the maximum",
-        "top = top.masked_fill(top.isneginf(), 0)",
-        "top = 0 * top.masked_fill(top.isneginf(), 0)",
-        f"{MERGE}/large/0",
-        "nonfinite",
-    ),
-    edit(
-        "merge_state",
-        "empty_is_nan",
-        "two empty sides give NaN",
-        "top = top.masked_fill(top.isneginf(), 0)",
-        "top = top + 0",
-        f"{MERGE}/b31_padding/0",
-        "nonfinite",
-    ),
-    edit(
-        "merge_state",
-        "lse_is_the_larger",
-        "gives the larger lse for the joint one",
-        "top + total.log()",
-        "top",
-        f"{MERGE}/unit/0",
-    ),
-    edit(
-        "concat_mla_k",
-        "first_key",
-        "every token gets the first one's rotated part",
-        "k_pe.expand(-1,",
-        "k_pe[:1].expand(k_nope.shape[0],",
-        "core/T17-H16-P128-R64/bfloat16/contiguous/unit/0",
-        "copy",
-    ),
-    edit(
-        "concat_mla_k",
-        "rope_first",
-        "puts the rotated part first",
-        "return torch.cat([k_nope, k_pe.expand(-1, k_nope.shape[1], -1)], -1)",
-        "return torch.cat([k_pe.expand(-1, k_nope.shape[1], -1), k_nope], -1)",
-        "core/T17-H16-P128-R64/bfloat16/contiguous/unit/0",
-        "copy",
-    ),
-    edit(
-        "concat_mla_absorb_q",
-        "rope_first",
-        "puts the rotated part first",
-        "    return torch.cat([q_nope, q_pe], -1)\n",
-        "    return torch.cat([q_pe, q_nope], -1)\n",
-        "core/T17-H4-L512-R64/bfloat16/contiguous/unit/0",
-        "copy",
-    ),
-    edit(
-        "concat_mla_absorb_q",
-        "first_head",
-        "every head gets the first one's rotated part",
-        "    return torch.cat([q_nope, q_pe], -1)\n",
-        "    return torch.cat([q_nope, q_pe[:, :1].expand_as(q_pe)], -1)\n",
-        "core/T17-H4-L512-R64/bfloat16/contiguous/unit/0",
-        "copy",
+    wrong(
+        "longest_for_all",
+        "aligns every sequence's mask like that with the longest prefix",
+        CAUSAL,
+        CAUSAL.replace("[sequence, None]", ".amax()"),
+        RECENT,
     ),
 )
+
+
+@kernel(
+    "mha_varlen", "other_rows_unwritten", "does not write rows of no sequence", f"{BF16}/b31_padding/0", "nonfinite"
+)
+def other_rows_unwritten(attention: Attention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, *rest: Any) -> Results:
+    results = attention(q, k, v, cu_q, *rest)
+    written = torch.arange(len(q)) < cu_q[-1]
+    out, lse = (torch.empty_like(x) for x in results)
+    out[written], lse[written] = results[0][written], results[1][written]
+    return out, lse
+
+
+@kernel("mha_varlen", "lse_of_heads_first", "gives the lse as a view of [heads, tokens]", UNIT, "strides")
+def lse_of_heads_first(attention: Attention, *args: Any) -> Results:
+    out, lse = attention(*args)
+    return out, lse.mT.contiguous().mT
+
+
+@kernel("mha_varlen", "lse_in_another_order", "fills the lse [tokens, heads] as [heads, tokens]", UNIT, "nonfinite")
+def lse_in_another_order(attention: Attention, *args: Any) -> Results:
+    out, lse = attention(*args)
+    return out, lse.mT.contiguous().view(lse.shape)
+
+
+@kernel("mha_varlen", "no_lse", "gives no lse", UNIT, "outputs")
+def no_lse(attention: Attention, *args: Any) -> Tensor:
+    return attention(*args)[0]
+
+
+@kernel("mha_varlen", "scales_in_place", "multiplies the queries by the scale where they lie", UNIT, "mutation")
+def scales_in_place(attention: Attention, q: Tensor, *rest: Any) -> Results:
+    results = attention(q, *rest)
+    q *= rest[6]
+    return results
+
+
+@kernel("mha_varlen", "no_float32", "starts nothing for float32", f"{BASE}/float32/contiguous/unit/0", "nonfinite")
+def no_float32(attention: Attention, q: Tensor, *rest: Any) -> Results:
+    out, lse = attention(q, *rest)
+    return (torch.empty_like(out), torch.empty_like(lse)) if q.dtype == torch.float32 else (out, lse)
+
+
+@kernel(
+    "mha_varlen", "packed_keys", "takes the keys for contiguous", f"{BASE}/bfloat16/rows/b25_strides/0", "nonfinite"
+)
+def packed_keys(attention: Attention, q: Tensor, k: Tensor, *rest: Any) -> Results:
+    _, heads, width = k.shape
+    return attention(q, k.as_strided(k.shape, (heads * width, width, 1)), *rest)

@@ -28,6 +28,9 @@ LENGTHS: Mapping[str, tuple[tuple[int, int], ...]] = {
     "blocks": ((64, 64), (0, 64), (65, 129), (1, 128), (130, 65)),  # ends of tiles of 64 and 128, and beside them
     "padded": ((0, 0), (3, 0), (4, 6), (0, 0), (0, 5), (2, 2), (0, 0)),
     "chunk": ((5, 257), (0, 3), (12, 64), (1, 1)),
+    "pairs": ((2, 9), (2, 40), (2, 2), (2, 70), (2, 5)),
+    # one query more than 256, and single ones: as many blocks of 256 as so many queries can need
+    "uneven": ((257, 300), (1, 9), (1, 1), (1, 40), (1, 2)),
     "no_keys": ((3, 0), (2, 0)),
     "no_queries": ((0, 0), (0, 5)),
     "none": (),
@@ -51,7 +54,8 @@ def recent_queries(q: Tensor, width: int, scale: float) -> Tensor:
 def regime_values(draw: Draw, sign: int, *shape: int) -> Tensor:
     """Data in float32: of queries, whose ``sign`` is -1, and of keys and values.
 
-    "uniform": no score differs, and values add up without cancellation, so that sums rounded on their way show.
+    "uniform": scores differ little, so that all weights are a little below the largest, and values add up without
+    cancellation: what truncates weights or rounds sums on their way shows.
     "shifted", "negative": scores far above and far below zero. How far depends on the dtype: split softmaxes weigh
     their parts by a float32 lse, and that of thousands is rounded by more than a float32 result may be off.
     """
@@ -60,7 +64,7 @@ def regime_values(draw: Draw, sign: int, *shape: int) -> Tensor:
     if shift is None:
         return draw.values(*shape, dtype=torch.float32)
     if draw.regime == "uniform" and sign < 0:
-        return torch.zeros(shape)
+        return draw.normal(*shape, scale=0.25, dtype=torch.float32)
     return draw.normal(*shape, shift=shift, dtype=torch.float32)
 
 
@@ -69,11 +73,11 @@ def _offsets(lengths: list[int]) -> Tensor:
 
 
 def mha_varlen(draw: Draw, lens: str, H: int, Dk: int, Dv: int, causal: bool, model: str = "v3") -> dict[str, Any]:
-    """Sequences in an order of the draw's; rows of NaN that belong to none of them."""
+    """Sequences in an order of the draw's; in some regimes rows of NaN after them, which belong to none."""
     pairs = LENGTHS["padded" if draw.regime == "b31_padding" else lens]
     pairs = tuple(pairs[i] for i in draw.permutation(len(pairs)).tolist())
     cu_q, cu_k = (_offsets([pair[i] for pair in pairs]) for i in (0, 1))
-    padding = {"b24_empty": 0, "b31_padding": 9}.get(draw.regime, 2)
+    padding = {"b31_padding": 9, "unit": 2, "no_keys": 2}.get(draw.regime, 0)
     total_q, total_k = int(cu_q[-1]) + padding, int(cu_k[-1]) + padding
     q, k, v = (
         regime_values(draw, sign, *shape)
@@ -88,7 +92,7 @@ def mha_varlen(draw: Draw, lens: str, H: int, Dk: int, Dv: int, causal: bool, mo
     for b, (queries, _) in enumerate(pairs):
         if queries == 0:
             k[cu_k[b] : cu_k[b + 1]] = v[cu_k[b] : cu_k[b + 1]] = torch.nan
-    loose = 29 if draw.regime in ("loose", "b31_padding") else 0
+    loose = 29 if draw.regime in ("loose", "no_keys", "b31_padding") else 0
     return {
         "q": q.to(draw.dtype),
         "k": k.to(draw.dtype),
@@ -152,6 +156,8 @@ PREFILL = (
     core("unit", None, lens="one", H=4, **MLA, causal=True),
     core("unit", None, lens="newest", H=16, **MLA, causal=True),
     *(core(regime, ("bfloat16",), lens="blocks", H=2, **MLA, causal=True) for regime in ("unit", "uniform")),
+    core("recent", ("bfloat16",), lens="pairs", H=2, **MLA, causal=True),
+    core("loose", ("bfloat16",), lens="uneven", H=2, **MLA, causal=True),
     *EMPTIES,
     *(core(regime, None, lens="mixed", **SMALL, causal=True) for regime in ("unit", "recent")),
     core("unit", None, lens="equal", H=2, Dk=64, Dv=64, causal=False),

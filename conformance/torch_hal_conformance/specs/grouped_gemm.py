@@ -12,7 +12,7 @@ from .. import draw_fp8
 from ..draw import Draw
 from ..draw_experts import fills, hide_unchosen, runs
 from ..spec import Spec, core, deepseek, full
-from ..verdicts_rows import contiguous_rows, masked_rows
+from ..verdicts_rows import contiguous_rows, masked_rows, padding_rows, rows_beyond
 
 BF16 = ("bfloat16",)
 
@@ -116,6 +116,7 @@ FP8_CONTIGUOUS = (
     core(runs_of=5, E=3, N=200, K=704, align=5, layout="mn_ue8m0", dtypes=BF16),
     core(runs_of=9, E=3, N=24, K=80, align=1, layout="mn_f32_tma", dtypes=BF16),
     core(runs_of=1, E=3, N=256, K=256, align=128, dtypes=BF16),
+    core(runs_of=3, E=1, N=24, K=128, align=16, dtypes=BF16),
     core(regime="b24_empty", runs_of=0, E=4, N=256, K=640, align=128),
     core(regime="b24_empty", runs_of=0, E=0, N=256, K=640, align=128, layout="mn_f32_tma", dtypes=BF16),
     deepseek(runs_of=2, E=3, N=704, K=2048, align=128, layout="mn_f32_tma", dtypes=BF16),
@@ -157,6 +158,7 @@ SPECS = (
         regimes=(*REGIMES, "b32_sentinels", "unsorted"),
         structural=STRUCTURAL,
         verdict=contiguous_rows,
+        unwritten=padding_rows,
     ),
     Spec(
         "grouped_linear_masked",
@@ -165,6 +167,7 @@ SPECS = (
         regimes=(*REGIMES, "full"),
         structural=STRUCTURAL,
         verdict=masked_rows,
+        unwritten=rows_beyond,
     ),
     Spec(
         "fp8_grouped_linear_contiguous",
@@ -174,6 +177,7 @@ SPECS = (
         fixed=X_SCALE,
         structural=STRUCTURAL,
         verdict=contiguous_rows,
+        unwritten=padding_rows,
     ),
     Spec(
         "fp8_grouped_linear_masked",
@@ -183,5 +187,6 @@ SPECS = (
         fixed=X_SCALE,
         structural=STRUCTURAL,
         verdict=masked_rows,
+        unwritten=rows_beyond,
     ),
 )

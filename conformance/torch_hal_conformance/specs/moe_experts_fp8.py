@@ -105,6 +105,7 @@ SHAPES = (
     core(regime="exact", T=17, E=5, D=200, I=160, K=3, dtypes=FLOATS),
     core(regime="exact", T=17, E=5, D=200, I=160, K=3, ue8m0=True),
     core(regime="exact", T=5, E=3, D=640, I=128, K=2),
+    core(regime="exact", T=5, E=3, D=128, I=320, K=2),
     core(T=1, E=5, D=128, I=128, K=3),
     core(regime="exact", T=2, E=5, D=256, I=128, K=5),
     core(T=9, E=1, D=256, I=128, K=1),

@@ -15,7 +15,7 @@ from .. import draw_fp8
 from ..draw import Draw
 from ..draw_experts import ID_REGIMES, INDEX, expert_ids
 from ..spec import Spec, core, deepseek, full
-from ..verdicts_permute import aligned, scattered, scattered_fp8
+from ..verdicts_permute import aligned, padding_rows, scattered, scattered_fp8
 
 BF16 = ("bfloat16",)
 FN = ("float8_e4m3fn",)
@@ -178,7 +178,15 @@ SPECS = (
         structural=NOBODY,
         verdict=aligned,
     ),
-    Spec("ep_scatter", scatter, SCATTER, regimes=(*ID_REGIMES, "specials"), structural=NOBODY, verdict=scattered),
+    Spec(
+        "ep_scatter",
+        scatter,
+        SCATTER,
+        regimes=(*ID_REGIMES, "specials"),
+        structural=NOBODY,
+        verdict=scattered,
+        unwritten=padding_rows,
+    ),
     Spec(
         "ep_scatter_fp8",
         scatter_fp8,
@@ -188,6 +196,7 @@ SPECS = (
         fixed=frozenset({"x_scale"}),
         structural=NOBODY,
         verdict=scattered_fp8,
+        unwritten=padding_rows,
     ),
     Spec(
         "ep_gather",

@@ -15,7 +15,6 @@ from ..spec import Dim, Shape, Spec, core, deepseek, full
 from ..verdicts_quant import argument, in_groups, static, whole
 
 BF16 = ("bfloat16",)
-OWN_EPS = 2.5  # about half of the groups of 128 normal values have no larger one
 
 # Regimes of what is quantised in groups, which `data` and `eps` give a meaning.
 REGIMES = ("b27_scales", "b28_zero_groups", "b29_fnuz", "saturating", "ties", "eps", "own_eps", "nonfinite")
@@ -31,7 +30,7 @@ def group_quant(
 
 def token_quant(draw: Draw, M: int, K: int, B: int | None = None, fp8: str = "e4m3fn") -> dict[str, Any]:
     x = data(draw, draw.values(*(n for n in (B, M, K) if n is not None)), K, FP8_KINDS[fp8])
-    return {"x": x, **kind(draw, fp8), **eps(draw)}
+    return {"x": x, **kind(draw, fp8), **eps(draw, own=3.1)}
 
 
 def tensor_quant(draw: Draw, M: int, K: int, fp8: str = "e4m3fn") -> dict[str, Any]:
@@ -42,7 +41,7 @@ def tensor_quant(draw: Draw, M: int, K: int, fp8: str = "e4m3fn") -> dict[str, A
         x = x * 2e-11
     if draw.regime == "largest_last":  # which a kernel that looks at a part of the tensor misses
         x[-1, -1] = -100.0
-    return {"x": x, **kind(draw, fp8), **({"eps": 9.0} if draw.regime == "own_eps" else {})}
+    return {"x": x, **kind(draw, fp8), **eps(draw, own=9.0)}
 
 
 def static_quant(draw: Draw, M: int, K: int, fp8: str = "e4m3fn") -> dict[str, Any]:
@@ -97,8 +96,9 @@ def kind(draw: Draw, fp8: str) -> dict[str, Any]:
     return {"fp8": "e4m3fnuz" if draw.regime == "b29_fnuz" else fp8}
 
 
-def eps(draw: Draw, name: str = "eps") -> dict[str, Any]:
-    return {name: OWN_EPS} if draw.regime == "own_eps" else {}
+def eps(draw: Draw, name: str = "eps", own: float = 2.5) -> dict[str, Any]:
+    """An eps of its own is one that about half of the groups do not reach: by default, of 128 normal values."""
+    return {name: own} if draw.regime == "own_eps" else {}
 
 
 def in_layouts(**dims: Dim) -> tuple[Shape, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..draw import Draw
 from ..spec import Shape, Spec, core, deepseek, full
 from ..verdicts_quant import in_groups, masked, normed, result_of
+from ..verdicts_rows import rows_beyond
 from .activation import gate_and_up
 from .norm import rows, weights
 from .quant import BF16, eps, in_layouts, kind
@@ -143,7 +144,7 @@ SPECS = (
     Spec("silu_and_mul_quant_fp8", silu_quant, SILU_SHAPES, regimes=(*REGIMES, "negative"), rows=("x",),
          verdict=in_groups(functools.partial(result_of, "silu_and_mul"))),
     Spec("masked_silu_and_mul_quant_fp8", masked_silu_quant, MASKED_SHAPES,
-         regimes=("b31_padding", *REGIMES), verdict=in_groups(masked)),
+         regimes=("b31_padding", *REGIMES), verdict=in_groups(masked), unwritten=rows_beyond),
     Spec("rms_norm_quant_fp8", norm_quant, norm_shapes((17, 1536), (33, 512), (33, 2048), (7, 5120), (17, 7168)),
          regimes=("tiny", "zero_rows", *REGIMES), rows=("x",),
          verdict=in_groups(functools.partial(normed, "rms_norm"))),

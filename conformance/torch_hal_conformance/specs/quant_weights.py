@@ -15,7 +15,7 @@ from ..draw import Draw
 from ..spec import Dim, Shape, Spec, core, deepseek, full
 from ..verdict import bitwise
 from ..verdicts_quant import in_blocks, requantised, spread
-from .quant import BF16, kind, middles, powers_of_two
+from .quant import BF16, eps, kind, middles, powers_of_two
 
 KINDS = tuple(f"float8_{name}" for name in FP8_KINDS)  # of the codes, in the place of the dtype
 FN = KINDS[:1]
@@ -41,8 +41,7 @@ def block_quant(
         weight = weight * spread(powers_of_two(draw, *blocks), weight)
     if draw.regime == "nonfinite":
         weight[..., 3, 5], weight[..., -1, -1], weight[..., -1, 0] = math.nan, math.inf, -math.inf
-    own_eps = {"eps": 4.0} if draw.regime == "own_eps" else {}  # about half of the blocks have no larger value
-    return {"weight": weight.to(draw.dtype), "ue8m0": ue8m0, **kind(draw, fp8), **own_eps}
+    return {"weight": weight.to(draw.dtype), "ue8m0": ue8m0, **kind(draw, fp8), **eps(draw, own=4.0)}
 
 
 def distinct(place: Tensor) -> Tensor:
@@ -63,6 +62,8 @@ def coded(draw: Draw, N: int, K: int, E: int | None = None) -> dict[str, Any]:
         scale[place % 3 == 2] = 0.0
     if draw.regime == "powers":
         scale = powers_of_two(draw, *blocks)
+    if draw.regime == "ties":  # in units of the next power of two a code is three quarters: every second is half-way
+        scale = 1.5 * powers_of_two(draw, *blocks)
     if draw.regime == "nonfinite":
         scale[place % 3 == 1] = math.nan
     return {"weight": weight, "weight_scale": scale}
@@ -98,9 +99,9 @@ BLOCK_QUANT_SHAPES = (
     core("b24_empty", E=0, N=128, K=128),
     deepseek("b27_scales", BF16, N=576, K=2048),  # kv_a of V2-Lite: half a block at the end
     deepseek("b27_scales", BF16, N=576, K=7168),  # of V3
-    deepseek("b27_scales", BF16, N=1368, K=2048),  # V2-Lite's dense layer over 8 ranks
+    deepseek("b27_scales", BF16, N=684, K=2048),  # V2-Lite's dense layer over 16 ranks
     deepseek("b27_scales", BF16, E=2, N=512, K=1408, ue8m0=True),
-    deepseek("b27_scales", BF16, E=2, N=256, K=7168, ue8m0=True),
+    deepseek("b27_scales", BF16, E=2, N=128, K=7168, ue8m0=True),
     full("b27_scales", BF16, N=65537, K=64),
 )
 
@@ -116,9 +117,9 @@ def coded_shapes(**more: Dim) -> tuple[Shape, ...]:
         core("b24_empty", KINDS, E=0, N=128, K=128, **more),
         deepseek("b27_scales", KINDS, N=576, K=2048, **more),
         deepseek("b27_scales", FN, N=576, K=7168, **more),
-        deepseek("b27_scales", FN, N=1368, K=2048, **more),
+        deepseek("b27_scales", FN, N=684, K=2048, **more),
         deepseek("b27_scales", FN, E=2, N=512, K=1408, **more),
-        deepseek("b27_scales", FN, E=2, N=256, K=7168, **more),
+        deepseek("b27_scales", FN, E=2, N=128, K=7168, **more),
         full("b27_scales", FN, N=65537, K=64, **more),
     )
 
@@ -146,6 +147,6 @@ SPECS = (
          regimes=(*REGIMES, "saturating", "ties", "eps", "own_eps")),
     Spec("block_dequant_fp8", dequant, DEQUANT_SHAPES, dtypes=KINDS, regimes=REGIMES),
     Spec("block_requant_ue8m0_fp8", coded, coded_shapes(), dtypes=KINDS, verdict=requantised,
-         regimes=(*REGIMES, "powers")),
+         regimes=(*REGIMES, "powers", "ties")),
     Spec("convert_kind_fp8", convert, CONVERT_SHAPES, dtypes=KINDS, verdict=bitwise, regimes=("b29_fnuz",)),
 )  # fmt: skip

@@ -52,6 +52,17 @@ def attend_intermediate(q: Tensor, k: Tensor, v: Tensor, limits: Tensor, scale: 
     return (p.square() @ v.square()).sqrt(), lse
 
 
+def attend_intermediate_rows(q: Tensor, k: Tensor, v: Tensor, limits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`attend_intermediate` for kernels that round rows besides: as values, and as keys, whose scores they move."""
+    p, _ = _softmax(q, k, limits, scale)
+    p_delta = (p * (q.square() @ k.square().mT).sqrt() * abs(scale)).masked_fill(p == 0, 0)
+    out = p @ v
+    moved = torch.zeros_like(out)
+    for i in range(q.shape[1]):
+        moved[:, i] = (p_delta[:, i, :, None] * (v - out[:, i, None])).square().sum(1)
+    return (2 * p.square() @ v.square() + moved).sqrt(), p_delta.square().sum(-1).sqrt()
+
+
 def exact_lse(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Intermediates of results of which lse has none."""
     return out, torch.zeros_like(lse)

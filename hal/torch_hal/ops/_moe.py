@@ -17,6 +17,11 @@ def is_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
     return (topk_ids >= 0) & (topk_ids < num_experts)
 
 
+def repeats(topk_ids: Tensor) -> Tensor:
+    """How often a token names each of its experts: errors of one expert's output do not cancel between its repeats."""
+    return (topk_ids[:, :, None] == topk_ids[:, None]).sum(-1)
+
+
 def max_expert_rows(assignments: int, groups: int, alignment: int) -> int:
     """Rows that are enough however ``assignments`` spread over ``groups``, each padded to a multiple of ``alignment``.
 

@@ -17,7 +17,8 @@ from ..op import op
     dtypes={"x": FLOAT},
     where={"W % 2 == 0": "the last dimension holds gate and up, so it is even"},
     flops="5 * x.numel() // 2",
-    terms=lambda x: gated(wide(x), silu).abs(),
+    # Kernels reckon e⁻ᵃ as 2^(−a·log₂e), whose rounded exponent is as far off as a gate is below 0.
+    terms=lambda x: gated(wide(x), lambda gate: silu(gate).abs() * (1 + gate.clamp(max=0).abs())).abs(),
 )
 def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU's elementwise half (Shazeer, 2020): ``silu(gate) · up``, silu(a) = a / (1 + e⁻ᵃ).

@@ -17,7 +17,17 @@ from ..errors import ArgumentError
 from ..kv_formats import KV_FORMATS
 from ..numerics import narrow, wide
 from ..op import PLAIN, op
-from ._attention import Attend, attend, attend_intermediate, attend_terms, exact_lse, finite_terms, paged, varlen
+from ._attention import (
+    Attend,
+    attend,
+    attend_intermediate,
+    attend_intermediate_rows,
+    attend_terms,
+    exact_lse,
+    finite_terms,
+    paged,
+    varlen,
+)
 from .kv_cache import decode_rows
 
 LSE = (torch.float32, torch.float64)  # float64 where the inputs are
@@ -212,13 +222,14 @@ def _paged_fp8(
     flops=mla_decode.flops,
     traffic="B * P * page_size * W + B * s * H * (2 * L + R) * q_nope.element_size() + 4 * B * (s * H + P + 1)",
     terms=lambda *args, **kwargs: finite_terms(*_paged_fp8(attend_terms, *args, **kwargs)),
-    intermediate=lambda *args, **kwargs: exact_lse(*_paged_fp8(attend_intermediate, *args, **kwargs)),
+    intermediate=lambda *args, **kwargs: _paged_fp8(attend_intermediate_rows, *args, **kwargs),
     plan=plan_mla_decode,
     contracts=replace(
         mla_decode.contracts,
         C5_fp8_kind="cache's dtype.",
         C6_fp8_cast="None: codes are read, queries stay as they are.",
-        C9_rounding=f"Rows mean code · scale in float32, unrounded. {ROUNDING}",
+        C9_rounding="Rows mean code · scale in float32, unrounded; a kernel may round them to q's dtype, as FlashMLA "
+        f"does. {ROUNDING}",
     ),
 )
 def mla_decode_fp8(

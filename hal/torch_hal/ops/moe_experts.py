@@ -14,7 +14,7 @@ from ..formats import expand_block_scales
 from ..numerics import narrow, wide
 from ..op import PLAIN, op
 from ._fp8 import BLOCK_ERROR, matmul_blocks, quantise_blocks
-from ._moe import take, through_experts
+from ._moe import repeats, take, through_experts
 
 
 def prepare_experts(w13: Tensor, w2: Tensor) -> list[Tensor]:
@@ -33,9 +33,8 @@ def fused_experts_intermediate(
     x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, layout: str = PLAIN
 ) -> Tensor:
     """2-norm of the products that the rounded activations enter: how their rounding errors add up."""
-    squares = _through_experts(
-        x, w13, w2.square(), topk_weights.square(), topk_ids, lambda hidden: _silu_and_mul(hidden).square()
-    )
+    weights = topk_weights.square() * repeats(topk_ids)
+    squares = _through_experts(x, w13, w2.square(), weights, topk_ids, lambda hidden: _silu_and_mul(hidden).square())
     return squares.sqrt()
 
 
@@ -188,7 +187,8 @@ def fp8_experts_intermediate(
         return matmul_blocks(a.square(), a_scales.square(), wide(w).square(), w_scales.square())
 
     weights = (w13, w13_scale, w2, w2_scale)
-    return _through_fp8_experts(x, *weights, topk_weights.square(), topk_ids, ue8m0, multiply).sqrt()
+    squares = topk_weights.square() * repeats(topk_ids)
+    return _through_fp8_experts(x, *weights, squares, topk_ids, ue8m0, multiply).sqrt()
 
 
 @op(
