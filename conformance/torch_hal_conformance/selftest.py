@@ -138,11 +138,16 @@ def from_syntax_trees(op: str, limit: int) -> Iterator[Finding]:
             for name, mutant in list(alive.items()):
                 result = _judge(case, f"generated.{name}")
                 if result.status != "correct":
-                    yield Finding("generated", op, mutant.name, True, case.id, result.check)
+                    told = "is listed as a survivor: remove the entry" if mutant.name in excused else ""
+                    yield Finding("generated", op, mutant.name, not told, case.id, result.check, told)
                     del alive[name]
     for mutant in alive.values():
         why = excused.get(mutant.name, "")
         yield Finding("generated", op, mutant.name, bool(why), detail=why or "no case of core kills it")
+    known = {mutant.name for mutant in generated(op, limit)}
+    for name in excused:
+        if name.startswith(f"{op}@") and name not in known:
+            yield Finding("generated", op, name, False, detail="is listed as a survivor, but is no mutant any more")
 
 
 class _offered:

@@ -108,6 +108,7 @@ FP8_LINEAR = (
     core(M=130, N=256, K=256, layout="mn_f32_tma", dtypes=BF16),
     core(regime="b24_empty", M=0, N=256, K=640),
     core(regime="b24_empty", M=0, N=256, K=640, layout="mn_ue8m0", dtypes=BF16),
+    core(regime="b24_empty", M=5, N=256, K=0, dtypes=BF16),
     core(regime="b29_fnuz", M=17, N=256, K=640, layout="mn_ue8m0", dtypes=BF16),
     deepseek(M=17, N=576, K=2048, dtypes=BF16),  # the last of five rows of scales is for 64
     deepseek(M=3, N=2112, K=5120, layout="mn_f32_tma", dtypes=BF16),

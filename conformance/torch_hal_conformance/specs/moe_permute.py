@@ -143,6 +143,7 @@ SCATTER_FP8 = (
     core(T=17, K=4, E=6, D=200, align=128, ids="int64", out="mn_f32_tma", dtypes=FN),
     core(T=1, K=4, E=6, D=640, align=16, dtypes=FN),
     core(T=9, K=3, E=5, D=33, align=3, out="mn_f32_tma", dtypes=FN),
+    core(T=70, K=1, E=3, D=128, align=16, dtypes=FN),
     core(regime="b24_empty", T=0, K=4, E=6, D=640, align=16),
     core(regime="b24_empty", T=0, K=4, E=6, D=640, align=16, layout="mn_ue8m0", out="mn_ue8m0", dtypes=FN),
     core(regime="b24_empty", T=5, K=4, E=0, D=640, align=16, dtypes=FN),
