@@ -52,13 +52,23 @@ class Subject:
 
 
 def find(backend: str, device: str | None = None) -> Subject:
-    """The backend's kernels on ``device``, by default the first device that it names, else the host.
+    """The backend's kernels on ``device``; by default on the first device that it names itself, or, if it names none,
+    on the machine's accelerator or else the host, whichever first has a kernel of it.
 
     ``backend`` is a plugin's name, or ``plugin.kernel`` for those kernels alone. Raises SubjectError.
     """
-    name, _, wanted = backend.partition(".")
+    name = backend.partition(".")[0]
     _check_plugin(name)
-    info = _device(name, device)
+    found = [_on(backend, info) for info in _devices(name, device)]
+    if subject := next((subject for subject in found if subject.declared), None):
+        return subject
+    reasons = sorted({why for subject in found for whys in subject.unavailable.values() for why in whys.values()})
+    where = " or ".join(str(subject.device) for subject in found)
+    raise SubjectError(f"backend '{backend}' offers no kernel on {where}: {'; '.join(reasons) or 'it has none'}")
+
+
+def _on(backend: str, info: hal.DeviceInfo) -> Subject:
+    name, _, wanted = backend.partition(".")
     kernels: dict[str, tuple[str, ...]] = {}
     unavailable: dict[str, dict[str, str]] = {}
     broken: dict[str, dict[str, str]] = {}
@@ -73,9 +83,6 @@ def find(backend: str, device: str | None = None) -> Subject:
                 broken.setdefault(op, {})[kernel.id] = verdict.refused
             else:
                 unavailable.setdefault(op, {})[kernel.id] = verdict.refused
-    if not kernels and not broken:
-        reasons = sorted({why for whys in unavailable.values() for why in whys.values()})
-        raise SubjectError(f"backend '{backend}' offers no kernel on {info}: {'; '.join(reasons) or 'it has none'}")
     return Subject(backend, info, kernels, unavailable, broken, _folder(name))
 
 
@@ -101,13 +108,17 @@ def _check_plugin(name: str) -> None:
         raise SubjectError(f"backend '{name}' ({known[name].origin}) is {known[name].state}: {known[name].error}")
 
 
-def _device(name: str, device: str | None) -> hal.DeviceInfo:
+def _devices(name: str, device: str | None) -> list[hal.DeviceInfo]:
+    """Where to look for the backend's kernels, in this order."""
     if device is not None:
-        return hal.bind(device).device
+        return [hal.bind(device).device]
+    if name == NATIVE:
+        return [hal.bind("cpu").device]
     for plugin in plugins.discover().loaded:
         if plugin.name == name and (own := plugins.plugin_devices(plugin)):
-            return hal.bind(str(own[0])).device
-    return hal.bind("cpu").device
+            return [hal.bind(str(own[0])).device]
+    infos = [hal.bind(None).device, hal.bind("cpu").device]
+    return infos[:1] if infos[0].type == "cpu" else infos
 
 
 @functools.lru_cache(maxsize=256)

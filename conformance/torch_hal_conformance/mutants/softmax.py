@@ -57,7 +57,7 @@ def weighing(op: str, base: str) -> tuple[Mutant, ...]:
             "rounds the scores",
             SCORES,
             SCORES.replace(" * scale)", " * scale).bfloat16().to(q.dtype)"),
-            unit,
+            UNIFORM[op],
         ),
         wrong(
             "mask_of_a_thousand",

@@ -23,6 +23,7 @@ from ..op import op
     },
     reduces="2",
     flops="3 * T * (H + Hk) * R",
+    traffic="2 * (q.numel() + k.numel()) * q.element_size() + T * (4 * R + positions.element_size())",
     terms=lambda q, k, positions, cos_sin_cache, interleaved: tuple(
         _rotate(wide(x).abs(), *_cos_sin(positions, cos_sin_cache), interleaved, absolute=True) for x in (q, k)
     ),
