@@ -96,7 +96,7 @@ def op_section(op: Op[..., Any]) -> str:
     parts = [
         f"## {op.name}",
         fenced("python", header(op.name, op.signature)),
-        fenced("text", inspect.cleandoc(op.__doc__ or "")),
+        fenced("text", inspect.cleandoc(op.reference.__doc__ or "")),
         f"Schema: `{op.schema}`, contract version {op.version}." + twin(op),
         table(("argument", "shape", "dtype"), arguments),
         "\n".join(f"- {meaning}: `{test}`" for test, meaning in op.where.items()),

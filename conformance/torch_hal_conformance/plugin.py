@@ -6,9 +6,11 @@ does nothing.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--hal-op", default="*", metavar="GLOB", help="ops to judge; a report over a part cannot pass")
     group.addoption("--hal-case", metavar="ID", help="one case, by its id, with or without @kernel")
     group.addoption("--hal-report", metavar="DIR", help="write report.json, report.md and report.html there")
-    group.addoption("--hal-timeout", default=300.0, type=float, metavar="SECONDS", help="for one case; default: 300")
+    group.addoption("--hal-timeout", default=300.0, type=_seconds, metavar="SECONDS", help="for one case; default: 300")
+
+
+def _seconds(text: str) -> float:
+    if (seconds := float(text)) > 0:
+        return seconds
+    raise argparse.ArgumentTypeError(f"{text}: expected more than 0 seconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,6 +55,14 @@ class Conformance:
         self.config = config
         self.results: list[CaseResult] = []
         self.report: Report | None = None
+        self.interrupted = False
+        self.unwritten = ""  # why there is no report in the folder
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the report goes."""
+        folder = self.config.getoption("--hal-report")
+        return None if folder is None else Path(folder)
 
     @property
     def is_worker(self) -> bool:
@@ -78,8 +94,13 @@ class Conformance:
             raise pytest.UsageError(f"torch_hal_conformance: {error}") from None
 
     def pytest_sessionstart(self) -> None:
-        if not self.is_worker:
-            _ = self.session  # what is wrong with it is said once, before workers start
+        if not self.is_worker:  # what is wrong is said once, before workers start, and before hours are spent
+            if (folder := self.folder) is not None:
+                _check_writable(folder)
+            _ = self.session
+
+    def pytest_keyboard_interrupt(self) -> None:
+        self.interrupted = True
 
     def pytest_unconfigure(self) -> None:
         if "judge" in vars(self):
@@ -98,25 +119,48 @@ class Conformance:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self.is_worker or self.config.option.collectonly or exitstatus in (2, 3, 4):
+        if self.is_worker or self.config.option.collectonly or (exitstatus in (2, 3, 4) and not self.interrupted):
             return
         self.report = self.session.report(self.results, command())
-        if (folder := self.config.getoption("--hal-report")) is not None:
+        if (folder := self.folder) is not None:
             from .report import write
 
-            write(self.report, Path(folder))
+            try:
+                write(self.report, folder)
+            except OSError as error:
+                self.unwritten = f"cannot write {folder}: {error.strerror or error}"
+                session.exitstatus = pytest.ExitCode.USAGE_ERROR
         if exitstatus == 0 and not self.report.passed and not self.session.partial:
             session.exitstatus = 1
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if (report := self.report) is not None:
-            from .session import summary
+    def last_lines(self) -> list[str]:
+        """The verdict, and where more is to be read."""
+        from .session import causes, summary
 
+        if self.report is None:
+            return []
+        lines = [*causes(self.report), *summary(self.report)]
+        if self.interrupted:
+            lines.append(f"INTERRUPTED: {len(self.results)} of {len(self.session.names)} were judged")
+        if self.folder is not None:
+            lines.append(self.unwritten or f"report: {self.folder / 'report.html'}")
+        return lines
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.report is not None:
             terminalreporter.section("conformance")
-            for line in summary(report):
+            for line in self.last_lines():
                 terminalreporter.write_line(line)
-            if (folder := self.config.getoption("--hal-report")) is not None:
-                terminalreporter.write_line(f"report: {Path(folder) / 'report.html'}")
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise UsageError if no file can be made in ``folder``, which is made where it does not exist."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise pytest.UsageError(f"torch_hal_conformance: cannot write {folder}: {error.strerror or error}") from None
 
 
 def results_of(report: pytest.TestReport) -> list[CaseResult]:

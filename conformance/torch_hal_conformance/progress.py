@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +14,9 @@ from .plugin import PROPERTY, RUN, results_of
 
 if TYPE_CHECKING:
     from .plugin import Conformance
-    from .report.schema import CaseResult
+    from .report.schema import CaseResult, Report
+
+IN_FULL = 5
 
 
 class Bar:
@@ -27,6 +29,8 @@ class Bar:
         self._task = self._bar.add_task("collecting", total=None)
         self._total = self._done = self._bad = self._told = 0
         self._broken: list[str] = []
+        self._kinds: Counter[tuple[str, ...]] = Counter()
+        self.report: Report | None = None
 
     def pytest_sessionstart(self) -> None:
         self._bar.start()
@@ -63,6 +67,11 @@ class Bar:
             self.console.print(f"{self._done} of {self._total} judged, {self._bad} failed")
 
     def _say(self, result: CaseResult) -> None:
+        """In full the first few that one check finds in one kernel: the rest is like them, and in the report."""
+        kind = (result.id.partition("/")[0], result.kernel, result.status, result.check)
+        self._kinds[kind] += 1
+        if self._kinds[kind] > IN_FULL:
+            return
         self.console.print(f"[bold red]{result.status}[/] ", end="")
         self.console.print(f"{result.id} on {result.kernel}: {result.check}", markup=False)
         self.console.print(f"  {result.message}\n  reproduce: {result.reproduce}", markup=False)
@@ -74,11 +83,7 @@ class Bar:
         for text in self._broken:
             self.console.print(text, markup=False)
         run: Conformance | None = session.config.pluginmanager.get_plugin(RUN)
-        if run is not None and run.report is not None:
-            from .session import summary
-
-            for line in summary(run.report):
-                self.console.print(line, markup=False)
-            if folder := session.config.getoption("--hal-report"):
-                self.console.print(f"report: {Path(folder) / 'report.html'}", markup=False)
+        for line in run.last_lines() if run is not None else ():
+            self.console.print(line, markup=False)
+        self.report = run.report if run is not None else None
         return result

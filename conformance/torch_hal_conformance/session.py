@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import functools
 import shlex
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import cast
+
+from torch_hal.op import declared
 
 from . import xfails
 from .cases import Case, every_case, must_pass, select
@@ -55,9 +59,7 @@ class Session:
         chosen = tuple(select(profile, op))
         session = cls(subject, profile, op, chosen, case, tuple(known))
         if not session.items:
-            some = list(subject.declared)
-            ops = ", ".join(some[:5]) + (f" and {len(some) - 5} more" if len(some) > 5 else "")
-            raise SessionError(f"no case to judge: '{op}' names none of the ops of backend '{backend}': {ops}")
+            raise SessionError(f"no case to judge: {_nothing(subject, op, case)}")
         return session
 
     @property
@@ -128,6 +130,21 @@ class Session:
         )
 
 
+def _nothing(subject: Subject, op: str, case: str | None) -> str:
+    """Why an op, a glob of ops or a case of them names nothing that the backend offers."""
+    offered, who = list(subject.declared), f"backend '{subject.backend}'"
+    if case is not None and op in offered:
+        kernel, kernels = case.partition("@")[2], ", ".join(subject.declared[op])
+        return f"{who} has no kernel '{kernel}' for {op}; it has {kernels}"
+    some = ", ".join(offered[:5]) + (f" and {len(offered) - 5} more" if len(offered) > 5 else "")
+    if op in declared():
+        return f"{who} does not offer {op}, so native torch answers; it offers {some}"
+    if not fnmatch.filter(declared(), op):
+        close = difflib.get_close_matches(op, declared(), 1)
+        return f"no op '{op}'" + (f": did you mean '{close[0]}'?" if close else "; `torch-hal ops` lists them")
+    return f"'{op}' names none of the ops of {who}: {some}"
+
+
 def _expected(result: CaseResult, entries: list[xfails.Xfail]) -> CaseResult:
     if not entries:
         return result
@@ -146,6 +163,18 @@ def _expected(result: CaseResult, entries: list[xfails.Xfail]) -> CaseResult:
 @functools.cache
 def _all_must_pass() -> frozenset[str]:
     return frozenset().union(*(must_pass(profile) for profile in PROFILES))
+
+
+def causes(report: Report) -> list[str]:
+    """What failures have in common, one line for each kernel and check, the most frequent first."""
+    found = Counter((r.id.partition("/")[0], r.kernel, r.status, r.check) for r in report.cases if r.failing)
+    if sum(found.values()) < 2:
+        return []
+    lines = [
+        f"  {n:5} × {op} on {kernel}: {status}, {check}" for (op, kernel, status, check), n in found.most_common(20)
+    ]
+    more = len(found) - len(lines)
+    return ["failures by cause:", *lines, *([f"  … and {more} causes more, in the report"] if more > 0 else [])]
 
 
 def summary(report: Report) -> list[str]:

@@ -57,11 +57,13 @@ def find(backend: str, device: str | None = None) -> Subject:
 
     ``backend`` is a plugin's name, or ``plugin.kernel`` for those kernels alone. Raises SubjectError.
     """
-    name = backend.partition(".")[0]
+    name, _, wanted = backend.partition(".")
     _check_plugin(name)
     found = [_on(backend, info) for info in _devices(name, device)]
     if subject := next((subject for subject in found if subject.declared), None):
         return subject
+    if wanted and wanted not in (names := sorted({k.name for k in plugins.discover().kernels if k.plugin == name})):
+        raise SubjectError(f"backend '{name}' has no kernel '{wanted}'; it has {', '.join(names)}")
     reasons = sorted({why for subject in found for whys in subject.unavailable.values() for why in whys.values()})
     where = " or ".join(str(subject.device) for subject in found)
     raise SubjectError(f"backend '{backend}' offers no kernel on {where}: {'; '.join(reasons) or 'it has none'}")

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from torch_hal_conformance.plugin import Conformance
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.config.pluginmanager.get_plugin(RUN) is None:
+        pytest.fail("torch_hal_conformance: say whom to judge: --hal-backend NAME", pytrace=False)
+
+
 def test_case(hal_item: str, pytestconfig: pytest.Config, record_property: Callable[[str, object], None]) -> None:
     """Correct, or declared as not taken (see the report's figures), or a failure that the backend lists."""
     run: Conformance | None = pytestconfig.pluginmanager.get_plugin(RUN)

@@ -120,11 +120,15 @@ def _choices(scores: Scores, ids: Tensor, call: Call, judged: bool) -> Tensor:
         check, what = FAULTS[int(wrong[row])]
         raise Failure(
             check,
-            f"row {row}: {what}: got {ids[row].tolist()}, of kept groups {torch.nonzero(kept[row])[:, 0].tolist()} "
+            f"row {row}: {what}: got {ids[row].tolist()}{_of_groups(kept[row], call)} "
             f"expected {_best(_eligible(scores, kept, call), call.top_k)[row].tolist()}; "
             f"{int((wrong != 0).sum())} of {len(wrong)} rows are wrong",
         )
     return kept
+
+
+def _of_groups(kept: Tensor, call: Call) -> str:
+    return f", of kept groups {torch.nonzero(kept)[:, 0].tolist()}" if call.num_groups > 1 else ""
 
 
 FAULTS = {

@@ -15,7 +15,7 @@ class Contracts:
     C1_empties: str = "Zero rows give zero rows of the right shape and dtype, without a kernel launch."
     C2_index_width: str = "Offsets are 64-bit: tensors may hold more than 2³¹ elements."
     C3_strides: str = "Outer strides are free; a kernel that needs more refuses, it never copies unseen."
-    C4_mutation: str = "Functional: inputs are not modified, results never alias them."
+    C4_mutation: str = "Functional: inputs are not modified, results never alias them, and are contiguous."
     C5_fp8_kind: str = "No fp8 involved."
     C6_fp8_cast: str = "No fp8 cast."
     C7_sentinels: str = "None: every index must be valid."

@@ -178,12 +178,19 @@ def op(
         unknown = (set(shapes) | set(dtypes) | set(declared.mutates)) - set(inspect.signature(function).parameters)
         if unknown:
             raise HalError(f"op '{name}' describes arguments that it does not have: {sorted(unknown)}")
-        for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        for attribute in ("__name__", "__qualname__", "__module__"):
             object.__setattr__(declared, attribute, getattr(function, attribute))
+        object.__setattr__(declared, "__doc__", _documented(declared))
         _OPS[name] = declared
         return declared
 
     return declare
+
+
+def _documented(op: Op[..., Any]) -> str:
+    """The reference's docstring, and below it the op's contracts: what `help` shows."""
+    contracts = "\n".join(f"    {name}: {position}" for name, position in op.contracts.items())
+    return f"{inspect.cleandoc(op.reference.__doc__ or '')}\n\nContracts:\n{contracts}\n"
 
 
 def declared() -> Mapping[str, Op[..., Any]]:
