@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from torch_hal.op import declared
-from torch_hal_conformance.cases import every_case, must_pass, select
+from torch_hal_conformance.cases import BEHAVIOURS, every_case, must_pass, select
 from torch_hal_conformance.memory import same_bits
 from torch_hal_conformance.must_pass_lists import text
 from torch_hal_conformance.spec import PROFILES, specs
@@ -53,3 +53,23 @@ def _equal(a: object, b: object) -> bool:
 
 def _elements(arguments: dict[str, object]) -> int:
     return sum(x.numel() for x in arguments.values() if isinstance(x, Tensor) and x.dtype != torch.int32)
+
+
+@pytest.mark.parametrize("op", sorted(specs()))
+def test_core_varies_what_a_kernel_could_have_built_in(op: str) -> None:
+    """Numbers, names and switches take two values at least, unless there is one alone that the op accepts."""
+    seen: dict[str, set[object]] = {}
+    for case in select("core", op):
+        if case.layout == "contiguous" and case.regime not in BEHAVIOURS and not specs()[op].ranks:
+            for name, value in declared()[op].bind(**case.arguments()).items():
+                if isinstance(value, (bool, int, float, str)):
+                    seen.setdefault(name, set()).add(value)
+    single = {name: values for name, values in seen.items() if len(values) == 1 and name != "layout"}
+    assert not single, f"core has one value alone: {single}"
+
+
+@pytest.mark.parametrize("op", sorted(op for op, spec in specs().items() if spec.rows))
+def test_core_has_more_rows_than_a_tile_and_a_number_that_kernels_are_made_for(op: str) -> None:
+    lengths = {len(case.arguments()[specs()[op].rows[0]]) for case in select("core", op)}
+    assert max(lengths) > 64, sorted(lengths)
+    assert any(n >= 4 and n & (n - 1) == 0 for n in lengths), sorted(lengths)

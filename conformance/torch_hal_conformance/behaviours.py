@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_hal.kernel import Trait
@@ -56,7 +57,8 @@ def _compiled(item: Item, kernel: str | None = None) -> tuple[Callable[..., list
 
 
 def _eager(item: Item, values: dict[str, Any], seen: Seen) -> list[Any]:
-    return call(item, values, seen)
+    """What a call gives, in memory that no later call can write."""
+    return [y.clone() for y in call(item, values, seen)]
 
 
 def compile_whole(item: Item, seen: Seen) -> None:
@@ -128,6 +130,29 @@ class NoHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+class NoHostRead(TorchFunctionMode):
+    """Refuses what hands a tensor's numbers to the host beside torch's own ops."""
+
+    FORBIDDEN = (
+        "tolist",
+        "numpy",
+        "cpu",
+        "item",
+        "__array__",
+        "__repr__",
+        "__format__",
+        "__bool__",
+        "__int__",
+        "__float__",
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.FORBIDDEN:
+            raise Failure("sync", f"declared graph_safe, but Tensor.{name} makes the host wait for the device")
+        return func(*args, **(kwargs or {}))
+
+
 def capture(item: Item, seen: Seen) -> None:
     """Behaviour 22: no host sync, and where the device has graphs, capturable, with the eager call's results."""
     if Trait.GRAPH_SAFE not in item.chosen.traits:
@@ -136,7 +161,7 @@ def capture(item: Item, seen: Seen) -> None:
     values = ready(item, _fresh(item))
     ops = bound(item.case.op, item.kernel, item.device, False)
     if item.ops().device.graph_class is None:
-        with NoHostSync():  # type: ignore[no-untyped-call]
+        with NoHostSync(), NoHostRead():  # type: ignore[no-untyped-call]
             got = oracle.outputs(item.op, getattr(ops, item.case.op)(**values), values)
         _same(item, values, got, expected, "capture", "differs where nothing may wait for the device")
         return

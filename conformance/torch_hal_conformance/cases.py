@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from .draw import Draw
+from .memory import taken
 from .spec import PROFILES, Shape, Spec, specs
 
 # What is looked at besides one call's numbers, at the base shape; see `behaviours`.
 BEHAVIOURS = ("b19_selection_key", "b20_fusible", "b21_compile", "b22_capture", "b23_replay", "side_stream")
+# As many rows as kernels are made for, and more than fit a tile.
+ROWS = {"64_rows": 64, "130_rows": 130}
 IN_CORE = frozenset({"b21_compile", "b22_capture", "b23_replay"})
 SEEDS = 3
 
@@ -59,7 +62,16 @@ class Case:
         """The call's arguments; ``stale``: those of a like call with other values."""
         shape = next(shape for shape in self.spec.shapes if shape.name == self.shape)
         text = f"{self.op}/{self.shape}/{self.dtype}/{self.regime}/{self.seed}{'/stale' if stale else ''}"
-        return self.spec.arguments(Draw(text, self.torch_dtype, self.regime), **dict(shape.dims))
+        number = ROWS.get(self.regime)
+        draw = Draw(text, self.torch_dtype, self.regime if number is None else "unit")
+        arguments = self.spec.arguments(draw, **dict(shape.dims))
+        return arguments if number is None else arguments | _tiled(arguments, self.spec.rows, number)
+
+
+def _tiled(arguments: dict[str, Any], names: tuple[str, ...], number: int) -> dict[str, Any]:
+    """The arguments ``names`` with ``number`` rows, which are theirs over and over."""
+    index = torch.arange(number) % len(arguments[names[0]])
+    return {name: taken(arguments[name], index) for name in names}
 
 
 def generate(spec: Spec) -> Iterator[Case]:
@@ -79,6 +91,8 @@ def generate(spec: Spec) -> Iterator[Case]:
         for seed in range(1, SEEDS):
             yield _case(spec, base, dtype, "contiguous", "unit", "deepseek", seed)
     narrow = _narrow(base.dtypes or spec.dtypes)
+    for regime in ROWS if spec.rows else ():
+        yield _case(spec, base, narrow, "contiguous", regime)
     for regime in BEHAVIOURS:
         yield _case(spec, base, narrow, "contiguous", regime, "core" if regime in IN_CORE else "deepseek")
     if spec.layouts:

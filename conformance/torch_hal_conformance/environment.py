@@ -8,15 +8,11 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import sys
 from pathlib import Path
 
 import torch
 
 import torch_hal
-from torch_hal import plugins
-from torch_hal.native import NATIVE
-from torch_hal.runtime import Runtime
 
 from . import __version__
 from .report.schema import Environment, Evidence
@@ -27,20 +23,21 @@ SOURCES = (".py", ".txt", ".html", ".css", ".js", ".json", ".toml", ".ini", ".ji
 
 @functools.cache
 def source_digest() -> str:
-    """SHA-256 of the suite's own files: names and contents, in order of name."""
-    digest, root = hashlib.sha256(), Path(__file__).parent
-    names = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.suffix in SOURCES}
-    for name, path in sorted(names.items()):
-        if any(part.startswith(".") for part in name.split("/")) or not path.is_file():  # what tools leave
-            continue
-        digest.update(f"{name}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    """SHA-256 of all that judges: the suite's own files and torch_hal's, which declares what is right."""
+    digest = hashlib.sha256()
+    for root in (Path(__file__).parent, Path(torch_hal.__file__).parent):
+        names = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.suffix in SOURCES}
+        for name, path in sorted(names.items()):
+            if any(part.startswith(".") for part in name.split("/")) or not path.is_file():  # what tools leave
+                continue
+            digest.update(f"{root.name}/{name}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
 def environment(subject: Subject, command: str) -> Environment:
     info = subject.device
-    distribution, version = _distribution(subject)
+    distribution, version = subject.distribution
     host = info.type == "cpu"
     return Environment(
         suite_version=__version__,
@@ -60,7 +57,7 @@ def environment(subject: Subject, command: str) -> Environment:
         os=platform.platform(),
         cpu=_cpu(),
         cores=os.cpu_count() or 0,
-        memory_gib=round(Runtime(torch_hal.bind("cpu").device).memory().total / 2**30, 1),
+        memory_gib=subject.memory_gib,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=command,
         settings={k: v for k, v in sorted(os.environ.items()) if k.startswith("TORCH_HAL_")},
@@ -74,21 +71,6 @@ def _evidence(subject: Subject) -> Evidence:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreted"
     return "host" if subject.device.type == "cpu" else "device"
-
-
-def _distribution(subject: Subject) -> tuple[str, str]:
-    """Name and version of what brought the backend."""
-    name = subject.backend.partition(".")[0]
-    if name == NATIVE:
-        return "torch-hal", torch_hal.__version__
-    for entry in importlib.metadata.entry_points(group=plugins.GROUP):
-        if entry.name == name and entry.dist is not None:
-            return entry.dist.name or "", entry.dist.version or ""
-    found = next((p for p in plugins.discover().loaded if p.name == name), None)
-    if found is not None and found.origin == plugins.IN_PROCESS:
-        module = getattr(found.target, "__name__", type(found.target).__module__)
-        return plugins.IN_PROCESS, str(getattr(sys.modules.get(module), "__version__", "in process"))
-    return "", ""
 
 
 def _installed(*names: str) -> dict[str, str]:

@@ -25,9 +25,10 @@ from torch_hal.runtime import Runtime
 
 from . import oracle, second_opinion
 from .cases import BEHAVIOURS, Case
-from .memory import Placed, on_host, place, same_bits
+from .memory import Placed, on_host, place, same_bits, taken
 from .provenance import Watch
 from .report.schema import CaseResult, Status
+from .state import State, untouched
 from .subjects import bound
 from .verdict import Evidence, Failure, Score
 
@@ -105,9 +106,14 @@ def judge(item: Item) -> CaseResult:
     )
 
 
+LONGEST = 2000  # characters of an exception's text
+
+
 def _told(error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{describe(error)} (at {where.name}, {where.filename.rpartition('/')[2]}:{where.lineno})"
+    text = describe(error)
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
+    return f"{text} (at {where.name}, {where.filename.rpartition('/')[2]}:{where.lineno})"
 
 
 def numbers(item: Item, seen: Seen) -> Score:
@@ -121,7 +127,7 @@ def numbers(item: Item, seen: Seen) -> Score:
         second_opinion.check(case, arguments, exact)
     far = case.layout == "far"  # its untouched pages would be filled
     values, placed = place(arguments, case.layout, case.spec.fixed, item.ops().device.torch_device)
-    with poisoned() if not far else contextlib.nullcontext(), Watch(op) as watch:
+    with poisoned() if not far else contextlib.nullcontext(), Watch() as watch:
         got = call(item, values, seen)
     check_provenance(item, watch, seen)
     check_structure(item, native, got, values)
@@ -135,28 +141,75 @@ def numbers(item: Item, seen: Seen) -> Score:
 @functools.lru_cache(maxsize=1)  # for one kernel after the other
 def truth(case: Case) -> tuple[dict[str, Any], oracle.Exact, list[Any]]:
     """A case's arguments, which nobody may write, what they give in float64, and what native torch makes of them."""
-    op, arguments = declared()[case.op], case.arguments()
-    return arguments, oracle.exact(op, arguments), oracle.native(op, arguments)
+    op = declared()[case.op]
+    with untouched():
+        arguments = case.arguments()
+        return arguments, oracle.exact(op, arguments), oracle.native(op, arguments)
 
 
 def keep_promises(item: Item, arguments: dict[str, Any], got: list[Any], seen: Seen) -> None:
     """What the kernel declares of equal inputs: the same bits again, and the same for a row whoever its neighbours."""
     case, traits, device = item.case, item.chosen.traits, item.ops().device.torch_device
+    again, _ = place(arguments, case.layout, case.spec.fixed, device)
+    repeated = call(item, again, second := Seen())
+    seen.kernel_seconds = second.kernel_seconds  # nothing is loaded or compiled by now
+    check_lasting(got, repeated)
     if Trait.DETERMINISTIC in traits:
-        again, _ = place(arguments, case.layout, case.spec.fixed, device)
-        repeated = call(item, again, second := Seen())
-        seen.kernel_seconds = second.kernel_seconds  # nothing is loaded or compiled by now
         pairs = (case.spec.written(arguments, outputs) for outputs in (got, repeated))
         if not all(same_bits(a, b) for a, b in zip(*pairs, strict=True)):
             raise Failure("repeat", "declared deterministic, but a second call on the same bits gave others")
-    base = case.layout == "contiguous" and case.shape == case.spec.shapes[0].name
-    if Trait.BATCH_INVARIANT in traits and case.spec.rows and base:
-        for n in (1, 2):
-            alone = {k: v[:n] if k in case.spec.rows else v for k, v in to_device(arguments, device).items()}
-            if not all(same_bits(a, b[:n]) for a, b in zip(call(item, alone, Seen()), got, strict=True)):
+    if case.layout != "contiguous" or case.shape != case.spec.shapes[0].name:
+        return
+    if Trait.BATCH_INVARIANT in traits and case.spec.rows:
+        check_invariant(item, to_device(arguments, device), got)
+    if case.regime == "unit":
+        check_specialised(item, to_device(arguments, device), case.spec.written(arguments, got))
+
+
+def check_lasting(first: list[Any], second: list[Any]) -> None:
+    """Results stay what they are: whoever holds them may call again."""
+    owners = {y.untyped_storage().data_ptr() for y in first if y.numel()}
+    if any(y.numel() and y.untyped_storage().data_ptr() in owners for y in second):
+        raise Failure("alias", "a second call's results lie where the first one's did, which are still held")
+
+
+MANY = 130  # rows: more than a kernel's tile
+
+
+def check_invariant(item: Item, arguments: dict[str, Any], got: list[Any]) -> None:
+    """A row has the same bits alone, with another, and among many, wherever it stands there."""
+    rows = {name: arguments[name] for name in item.case.spec.rows}
+    number = len(next(iter(rows.values())))
+    if number == 0:
+        return
+    for n in (1, 2, MANY + number):
+        index = torch.arange(n, device=got[0].device) % number
+        values = arguments | {name: taken(x, index) for name, x in rows.items()}
+        for mine, all_ in zip(call(item, values, Seen()), got, strict=True):
+            if not same_bits(mine, taken(all_, index)):
                 raise Failure(
-                    "batch", f"declared batch_invariant, but {n} rows alone give other bits than among others"
+                    "batch", f"declared batch_invariant, but rows have other bits among {n} than among {number}"
                 )
+
+
+def check_specialised(item: Item, arguments: dict[str, Any], expected: list[Any]) -> None:
+    """A layer that binds the call once, on arguments that only stand for others, gets the same."""
+    op = item.op
+    if op.prepare is not None or op.plan is not None:  # what stands for prepared weights, the kernel alone knows
+        return
+    function = getattr(bound(item.case.op, item.kernel, item.device, False), op.name)
+    stand_ins = tree_map_only(
+        Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), arguments
+    )
+    try:
+        specialised = function.specialize(**stand_ins)
+    except hal.HalError as error:
+        raise Failure("specialize", f"taken as a call, but not as a layer's: {error}") from error
+    results = specialised(**arguments)
+    item.runtime.synchronize()
+    got = item.case.spec.written(arguments, oracle.outputs(op, results, arguments))
+    if not all(same_bits(a, b) for a, b in zip(got, expected, strict=True)):
+        raise Failure("specialize", "bound once for such calls, it gives other bits")
 
 
 def call(item: Item, values: dict[str, Any], seen: Seen) -> list[Any]:
@@ -166,13 +219,18 @@ def call(item: Item, values: dict[str, Any], seen: Seen) -> list[Any]:
     values = ready(item, values)
     assert ops.trace is not None
     ops.trace.calls.clear()
-    start = time.perf_counter()
+    before, start = State.now(), time.perf_counter()
     try:
         results = function(**values)
     except hal.Unsupported as refusal:
         if ops.trace.calls:
             raise Failure("refusal", f"refused from inside the kernel, not by its refusals: {refusal}") from refusal
         raise NotTaken(str(refusal)) from refusal
+    finally:
+        after = State.now()
+        before.restore()
+    if changed := before.changes(after):
+        raise Failure("state", f"left torch itself changed, for everybody: {'; '.join(changed)}")
     item.runtime.synchronize()
     seen.kernel_seconds = time.perf_counter() - start
     seen.ran = ", ".join(kernel for _, kernel, _ in ops.trace.calls)
@@ -192,7 +250,7 @@ def ready(item: Item, values: dict[str, Any]) -> dict[str, Any]:
             raise NotTaken(str(refusal)) from refusal
         values |= {**dict(zip(parameters, laid.tensors, strict=True)), "layout": laid.layout}
     if op.plan is not None and kernel.plan is not None and spec.plan is not None:
-        check_taken(item, values)
+        checktaken(item, values)
         wanted = spec.plan(values)
         planned = function.plan(**wanted)
         check_plan_size(planned.tensors[0], function.plan(**{k: _nothing(v) for k, v in wanted.items()}).tensors[0])
@@ -217,7 +275,7 @@ def check_plan_size(plan: Tensor, empty: Tensor) -> None:
         )
 
 
-def check_taken(item: Item, values: dict[str, Any]) -> None:
+def checktaken(item: Item, values: dict[str, Any]) -> None:
     """Raise NotTaken where the kernel's refusals say so: nobody plans a call that will not be made."""
     loaded = getattr(item.ops(), item.op.name).explanation.chain[0]
     for refuse in (loaded.static, loaded.dynamic):
@@ -226,11 +284,19 @@ def check_taken(item: Item, values: dict[str, Any]) -> None:
 
 
 def check_provenance(item: Item, watch: Watch, seen: Seen) -> None:
-    if item.kernel not in seen.ran:
-        raise Failure("provenance", f"expected kernel {item.kernel} to run, saw {seen.ran or 'none'}")
-    if watch.entered and item.kernel != NATIVE and item.case.regime != "b24_empty":
+    if seen.ran != item.kernel:
+        raise Failure("provenance", f"expected kernel {item.kernel} alone to run, saw {seen.ran or 'none'}")
+    if item.kernel == NATIVE or item.case.regime == "b24_empty":
+        return
+    if own := watch.entered & _one_function(item.op):
         seen.ran += ", then the native reference"
-        raise Failure("provenance", f"kernel {item.kernel} called {item.op.name}'s reference: native torch answered")
+        raise Failure("provenance", f"kernel {item.kernel} called {min(own)}'s reference: native torch answered")
+
+
+def _one_function(op: Op[..., Any]) -> set[str]:
+    """The op, and those that are it in place, or not in place: their references are one."""
+    functional = op.twin_of or op.name
+    return {name for name, other in declared().items() if functional in (name, other.twin_of)}
 
 
 def check_structure(item: Item, like: list[Any], got: list[Any], values: dict[str, Any]) -> None:
@@ -240,8 +306,9 @@ def check_structure(item: Item, like: list[Any], got: list[Any], values: dict[st
         raise Failure("outputs", f"expected {len(like)} results, got {len(got)}")
     owners = {x.untyped_storage().data_ptr(): k for k, x in values.items() if isinstance(x, Tensor) and x.numel()}
     for i, (y, expected) in enumerate(zip(got, like, strict=True)):
-        if not isinstance(y, Tensor):
-            raise Failure("outputs", f"result {i}: expected a tensor, got {type(y).__name__}")
+        if type(y) is not Tensor or y.requires_grad:
+            what = "one that requires grad" if type(y) is Tensor else type(y).__name__
+            raise Failure("outputs", f"result {i}: expected a plain tensor, got {what}")
         for check in ("shape", "dtype"):
             have, want = getattr(y, check), getattr(expected, check)
             if have != want:
@@ -249,10 +316,30 @@ def check_structure(item: Item, like: list[Any], got: list[Any], values: dict[st
         if y.device != item.ops().device.torch_device:
             raise Failure("device", f"result {i}: expected it on {item.device}, got it on {y.device}")
         if i < len(got) - len(op.mutates):
+            if y.numel():
+                others = [j for j, z in enumerate(got[:i]) if z.numel() and _one_storage(y, z)]
+                if others and _overlap(y, got[others[0]]):
+                    raise Failure("alias", f"results {others[0]} and {i} lie in the same memory")
             if y.numel() and (owner := owners.get(y.untyped_storage().data_ptr())):
                 raise Failure("alias", f"result {i} lies in the memory of argument '{owner}'")
             if y.numel() and _steps(y) != _steps(expected):
                 raise Failure("strides", f"result {i}: expected strides {expected.stride()}, got {y.stride()}")
+
+
+def _one_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether some byte of one storage belongs to both: parts of one allocation may lie side by side."""
+    used = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.int32)
+    for x in (a, b):
+        first: Tensor = torch.zeros((), dtype=torch.int64)
+        for size, step in zip(x.shape, x.stride(), strict=True):
+            first = first[..., None] + torch.arange(size) * step
+        start = (first.flatten() + int(x.storage_offset())) * x.element_size()
+        used[(start[:, None] + torch.arange(x.element_size())).flatten()] += 1
+    return bool((used > 1).any())
 
 
 def _steps(x: Tensor) -> list[int]:

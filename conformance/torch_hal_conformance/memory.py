@@ -115,6 +115,11 @@ def poison(x: Tensor) -> None:
         x.fill_(BAD_INDEX)
 
 
+def taken(x: Tensor, index: Tensor) -> Tensor:
+    """``x[index]``, of 8-bit floats too, which not every device can index."""
+    return (x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x)[index].view(x.dtype)
+
+
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
 

@@ -87,7 +87,7 @@ def judge_ranks(item: Item) -> CaseResult:
 
 def _ranks(item: Item) -> int:
     shape = next(shape for shape in item.case.spec.shapes if shape.name == item.case.shape)
-    return int(dict(shape.dims)["ranks"])
+    return int(str(dict(shape.dims)["ranks"]))
 
 
 def _processes(item: Item) -> int:

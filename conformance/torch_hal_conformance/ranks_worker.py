@@ -31,7 +31,18 @@ from torch_hal.runtime import Runtime
 
 from .behaviours import LOOKS, look
 from .cases import Case
-from .judge import Item, NotTaken, Seen, call, check_memory, check_provenance, check_structure, poisoned, to_device
+from .judge import (
+    Item,
+    NotTaken,
+    Seen,
+    call,
+    check_lasting,
+    check_memory,
+    check_provenance,
+    check_structure,
+    poisoned,
+    to_device,
+)
 from .memory import Placed, on_host, place, same_bits
 from .oracle import outputs
 from .provenance import Watch
@@ -276,11 +287,12 @@ def _made(item: Item, stale: bool, seen: Seen) -> Made:
     device, spec = item.ops().device.torch_device, item.case.spec
     arguments = item.case.arguments(stale)
     values, placed = place(arguments, layout(item.case), spec.fixed, device)
-    with poisoned(), Watch(item.op) as watch:
+    with poisoned(), Watch() as watch:
         got = call(item, values, seen)
     again = None
     if Trait.DETERMINISTIC in item.chosen.traits:
         again = call(item, place(arguments, layout(item.case), spec.fixed, device)[0], Seen())
+        check_lasting(got, again)
     return Made(arguments, values, placed, watch, got, again)
 
 

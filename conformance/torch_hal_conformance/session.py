@@ -53,9 +53,11 @@ class Session:
             profile, op = cast(Profile, found.profile), found.op
         try:
             subject = judge.find(backend, device)
-            known = xfails.load(subject.folder, every_case())
+            known = xfails.load(subject.folder, every_case(), subject.answers)
         except (SubjectError, xfails.XfailError) as error:
             raise SessionError(str(error)) from error
+        if subject.notes:
+            raise SessionError(f"backend '{backend}' {'; '.join(subject.notes)}")
         chosen = tuple(select(profile, op))
         session = cls(subject, profile, op, chosen, case, tuple(known))
         if not session.items:

@@ -18,7 +18,7 @@ PROFILES = ("core", "deepseek", "full")  # each holds the ones before it
 FLOATS = ("float32", "bfloat16", "float16")
 LAYOUTS = ("rows", "columns", "wide", "offset")  # see `memory`; beside "contiguous"
 
-Dim = int | str | bool
+Dim = int | str | bool | None
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Shape:
 
 
 def _spell(key: str, value: Dim) -> str:
+    if value is None:
+        return f"without_{key}"
     if isinstance(value, bool):
         return key if value else f"no_{key}"
     return value if isinstance(value, str) else f"{key}{value}"

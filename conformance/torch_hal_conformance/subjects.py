@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.metadata
 import importlib.util
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch_hal as hal
 from torch_hal import plugins
 from torch_hal.native import NATIVE
 from torch_hal.op import declared
+from torch_hal.runtime import Runtime
 from torch_hal.selection import Cause
 
 
@@ -31,12 +34,20 @@ class Subject:
     unavailable: dict[str, dict[str, str]] = field(default_factory=dict)
     broken: dict[str, dict[str, str]] = field(default_factory=dict)  # these count as declared, and fail
     folder: str = ""  # of the backend's own package, where its list of known failures may lie
+    distribution: tuple[str, str] = ("", "")  # name and version of what brought the backend
+    memory_gib: float = 0.0  # of the host
+    notes: tuple[str, ...] = ()  # what is wrong with what it offers: kernels of ops that there are not
 
     @property
     def declared(self) -> dict[str, tuple[str, ...]]:
         """Every kernel that must answer for itself here."""
         ops = sorted({*self.kernels, *self.broken})
         return {op: self.kernels.get(op, ()) + tuple(self.broken.get(op, ())) for op in ops}
+
+    def answers(self, op: str, kernel: str) -> bool:
+        """Whether the backend has such a kernel, able to run here or not; any, if ``kernel`` is empty."""
+        names = {*self.declared.get(op, ()), *self.unavailable.get(op, ())}
+        return bool(names) if not kernel else kernel in names
 
     def to_json(self) -> str:
         device = {k: getattr(self.device, k) for k in self.device.__dataclass_fields__}
@@ -48,6 +59,7 @@ class Subject:
         values: dict[str, Any] = json.loads(text)
         values["device"] = hal.DeviceInfo(**{**values["device"], "features": frozenset(values["device"]["features"])})
         values["kernels"] = {op: tuple(kernels) for op, kernels in values["kernels"].items()}
+        values |= {name: tuple(values[name]) for name in ("distribution", "notes")}
         return cls(**values)
 
 
@@ -85,7 +97,24 @@ def _on(backend: str, info: hal.DeviceInfo) -> Subject:
                 broken.setdefault(op, {})[kernel.id] = verdict.refused
             else:
                 unavailable.setdefault(op, {})[kernel.id] = verdict.refused
-    return Subject(backend, info, kernels, unavailable, broken, _folder(name))
+    memory = round(Runtime(hal.bind("cpu").device).memory().total / 2**30, 1)
+    found = next((plugin for plugin in plugins.discover().loaded if plugin.name == name), None)
+    notes = found.notes if found is not None else ()
+    return Subject(backend, info, kernels, unavailable, broken, _folder(name), _distribution(name), memory, notes)
+
+
+def _distribution(name: str) -> tuple[str, str]:
+    """Name and version of what brought the backend."""
+    if name == NATIVE:
+        return "torch-hal", hal.__version__
+    for entry in importlib.metadata.entry_points(group=plugins.GROUP):
+        if entry.name == name and entry.dist is not None:
+            return entry.dist.name or "", entry.dist.version or ""
+    found = next((p for p in plugins.discover().loaded if p.name == name), None)
+    if found is not None and found.origin == plugins.IN_PROCESS:
+        module = getattr(found.target, "__name__", type(found.target).__module__)
+        return plugins.IN_PROCESS, str(getattr(sys.modules.get(module), "__version__", "in process"))
+    return "", ""
 
 
 def _folder(name: str) -> str:

@@ -2,9 +2,9 @@
 
     python -m torch_hal_conformance.worker
 
-It says ``ready``, then reads one JSON object a line and answers each with one: ``{"backend": name, "device": name or
-null}`` with the `subjects.Subject`, or ``{"error": text}``; ``{"case": id, "kernel": id, "device": name}`` with a
-`report.schema.CaseResult`. What plugins and kernels print goes to stderr.
+It says ``ready``, then reads ``{"number": n, "wish": …}`` a line and answers each with ``n`` and one JSON object:
+``{"backend": name, "device": name or null}`` with the `subjects.Subject`, or ``{"error": text}``; ``{"case": id,
+"kernel": id, "device": name}`` with a `report.schema.CaseResult`. What plugins and kernels print goes to stderr.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 
 import torch_hal as hal
 
+from . import state as state  # before any backend: as torch begins
 from .cases import Case, every_case
 from .judge import Item, judge
 from .subjects import SubjectError, find
@@ -25,10 +26,13 @@ def main() -> None:
     os.dup2(2, 1)
     cases = every_case()
     print("ready", file=answers, flush=True)
+    me = os.getpid()
     for line in sys.stdin:
-        wish = json.loads(line)
+        number, wish = json.loads(line).values()
         answer = _subject(**wish) if "backend" in wish else _result(cases[wish["case"]], wish["kernel"], wish["device"])
-        print(answer, file=answers, flush=True)
+        if os.getpid() != me:  # a kernel forked, and its child came back here
+            os._exit(1)
+        print(number, answer, file=answers, flush=True)
 
 
 def _subject(backend: str, device: str | None) -> str:

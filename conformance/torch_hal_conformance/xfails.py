@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pydantic
@@ -52,10 +52,21 @@ class _File(pydantic.BaseModel):
     xfail: list[Xfail] = []
 
 
-def load(folder: str, cases: Iterable[str], today: datetime.date | None = None) -> list[Xfail]:
-    """The known failures listed in a backend's folder. Raises XfailError for an entry that is wrong in itself."""
+def load(
+    folder: str, cases: Iterable[str], answers: Callable[[str, str], bool], today: datetime.date | None = None
+) -> list[Xfail]:
+    """The known failures listed in a backend's folder; ``answers``: whether it has a kernel, by op and id.
+
+    Raises XfailError for an entry that is wrong in itself.
+    """
     path = Path(folder) / FILE
-    return read(path, cases, today or datetime.date.today()) if folder and path.exists() else []
+    entries = read(path, cases, today or datetime.date.today()) if folder and path.exists() else []
+    for entry in entries:
+        op = entry.id.split("/")[0]
+        if not answers(op, entry.kernel):
+            whose = f"kernel '{entry.kernel}' for {op}" if entry.kernel else f"kernel for {op}"
+            raise XfailError(f"{path}: {entry.id} can never fail: the backend has no {whose}")
+    return entries
 
 
 def read(path: Path, cases: Iterable[str], today: datetime.date) -> list[Xfail]:

@@ -11,12 +11,12 @@ from ..draw import Draw
 from ..spec import Spec, core, deepseek, full
 
 
-def gated(draw: Draw, M: int, d: int, B: int | None = None) -> dict[str, Any]:
+def gated(draw: Draw, M: int | None, d: int, B: int | None = None) -> dict[str, Any]:
     return {"x": gate_and_up(draw, d, M, B)}
 
 
-def gate_and_up(draw: Draw, d: int, M: int, B: int | None = None) -> Tensor:
-    """x [M, 2·d], or [B, M, 2·d]."""
+def gate_and_up(draw: Draw, d: int, M: int | None, B: int | None = None) -> Tensor:
+    """x [M, 2·d], or [B, M, 2·d], or [2·d]."""
     x = draw.values(*(n for n in (B, M, 2 * d) if n is not None))
     if draw.regime == "negative":  # where 1 + erf and 1 + tanh cancel, and e⁻ᵃ is large; beyond −88 float32 has none
         x[..., :d] = -(x[..., :d].abs() * 8).clamp(max=60)
@@ -37,6 +37,8 @@ SHAPES = (
     core(M=33, d=11),
     core(M=300, d=1),
     core(B=3, M=5, d=100),
+    core(M=8, d=2048, dtypes=("bfloat16",)),
+    core(M=None, d=352),
     deepseek(M=17, d=1408),  # V2-Lite's experts
     deepseek(M=5, d=2816),  # its two shared ones
     deepseek(M=3, d=10944),  # its dense layer

@@ -154,6 +154,7 @@ PREFILL = (
     core("b31_padding", ("float16",), lens="mixed", H=4, **MLA, causal=False),
     core("unit", None, lens="equal", H=4, **MLA, causal=True),
     core("unit", None, lens="one", H=4, **MLA, causal=True),
+    core("unit", ("bfloat16",), lens="mixed", H=2, **MLA, causal=True, model="v2_lite"),
     core("unit", None, lens="newest", H=16, **MLA, causal=True),
     *(core(regime, ("bfloat16",), lens="blocks", H=2, **MLA, causal=True) for regime in ("unit", "uniform")),
     core("recent", ("bfloat16",), lens="pairs", H=2, **MLA, causal=True),

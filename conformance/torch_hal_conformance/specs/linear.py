@@ -106,6 +106,8 @@ FP8_LINEAR = (
     core(M=1, N=256, K=640, dtypes=BF16),
     core(M=1, N=256, K=640, layout="mn_ue8m0", dtypes=BF16),
     core(M=130, N=256, K=256, layout="mn_f32_tma", dtypes=BF16),
+    core(M=16, N=384, K=1024, dtypes=BF16),
+    core(M=512, N=128, K=128, dtypes=BF16),
     core(regime="b24_empty", M=0, N=256, K=640),
     core(regime="b24_empty", M=0, N=256, K=640, layout="mn_ue8m0", dtypes=BF16),
     core(regime="b24_empty", M=5, N=256, K=0, dtypes=BF16),

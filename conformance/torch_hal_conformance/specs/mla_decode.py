@@ -130,6 +130,8 @@ def shapes(regimes: tuple[str, ...], small_rank: int, longest: str, **extra: Dim
             for regime in ("unit", *regimes)
         ),
         core("unit", None, **small | {"page": 1, "s": 2}),
+        core("unit", ("bfloat16",), **small | {"s": 4}),
+        core("unit", ("bfloat16",), **small | {"H": 32, "s": 1, "model": "v2_lite"}),
         *(
             core(regime, None, **small | {"page": 64, "lens": "newest", "s": 1, "H": 8})
             for regime in ("unit", "uniform")

@@ -60,6 +60,7 @@ EXPERTS = (
     core(T=1, E=8, D=96, I=48, K=3),
     core(T=2, E=8, D=96, I=48, K=8),
     core(T=70, E=4, D=64, I=64, K=2),
+    core(T=128, E=256, D=32, I=16, K=8, dtypes=BF16),  # as many experts as V3 has
     core(T=9, E=1, D=96, I=48, K=1),
     core(T=9, E=5, D=71, I=33, K=1),
     core(regime="b24_empty", T=0, E=8, D=96, I=48, K=3),

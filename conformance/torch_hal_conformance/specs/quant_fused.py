@@ -90,7 +90,8 @@ def norm_options(draw: Draw, D: int, g: int, layout: str, fp8: str, ue8m0: bool,
     if draw.regime == "eps":
         w = torch.where((groups % 2 == 0)[:, None], w.float() * 2e-11, w)
     options = {"group_size": g, "scale_layout": layout, "ue8m0": ue8m0, **kind(draw, fp8), **eps(draw, "quant_eps")}
-    return {"weight": w.flatten().to(getattr(torch, weight) if weight else draw.dtype), "eps": 1e-6, **options}
+    options["eps"] = 0.01 if draw.regime == "own_eps" else 1e-6
+    return {"weight": w.flatten().to(getattr(torch, weight) if weight else draw.dtype), **options}
 
 
 SILU_SHAPES = (
@@ -128,6 +129,7 @@ def norm_shapes(*sizes: tuple[int, int]) -> tuple[Shape, ...]:
         *in_layouts(M=17, D=640, g=128),
         core(M=17, D=640, g=128, weight="float32", dtypes=("bfloat16", "float16")),
         core(M=1, D=640, g=128),
+        core("own_eps", BF16, M=5, D=256, g=64),
         core("b24_empty", M=0, D=640, g=128),
         core(M=23, D=66, g=3, dtypes=BF16),
         core("b27_scales", BF16, B=3, M=5, D=640, g=64, layout="mn_ue8m0"),

@@ -60,6 +60,7 @@ SHAPES = (
     core(T=300, H=1, Hk=1, D=4, R=2, P=5),
     core(T=1, H=4, Hk=1, D=64, R=64, P=50),
     core(T=33, H=2, Hk=1, D=64, R=64, P=4096, table="yarn"),
+    core(T=4, H=16, Hk=1, D=64, R=64, P=70000, dtypes=BF16),  # positions beyond 16 bits
     core(regime="b24_empty", T=0, H=4, Hk=1, D=64, R=64, P=50),
     deepseek(T=17, H=16, Hk=1, D=64, R=64, P=4096, table="yarn"),  # V2-Lite
     deepseek(T=5, H=128, Hk=1, D=64, R=64, P=4096, table="yarn"),  # V2, V3
