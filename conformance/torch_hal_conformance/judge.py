@@ -25,7 +25,7 @@ from torch_hal.runtime import Runtime
 
 from . import oracle, second_opinion
 from .cases import BEHAVIOURS, Case
-from .memory import Placed, on_host, place, same_bits, taken
+from .memory import Placed, on_host, place, same_bits, taken, with_copies
 from .provenance import Watch
 from .report.schema import CaseResult, Status
 from .state import State, untouched
@@ -178,13 +178,16 @@ MANY = 130  # rows: more than a kernel's tile
 
 def check_invariant(item: Item, arguments: dict[str, Any], got: list[Any]) -> None:
     """A row has the same bits alone, with another, and among many, wherever it stands there."""
-    rows = {name: arguments[name] for name in item.case.spec.rows}
+    spec = item.case.spec
+    rows = {name: arguments[name] for name in spec.rows}
+    names = {name: arguments[name] for name in spec.names_rows if arguments[name] is not None}
     number = len(next(iter(rows.values())))
     if number == 0:
         return
     for n in (1, 2, MANY + number):
         index = torch.arange(n, device=got[0].device) % number
         values = arguments | {name: taken(x, index) for name, x in rows.items()}
+        values |= {name: with_copies(x, number, n) for name, x in names.items()}
         for mine, all_ in zip(call(item, values, Seen()), got, strict=True):
             if not same_bits(mine, taken(all_, index)):
                 raise Failure(

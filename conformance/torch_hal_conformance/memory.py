@@ -120,6 +120,13 @@ def taken(x: Tensor, index: Tensor) -> Tensor:
     return (x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x)[index].view(x.dtype)
 
 
+def with_copies(rows: Tensor, number: int, many: int) -> Tensor:
+    """Numbers of ``number`` rows, followed by those of their copies where the rows are repeated to ``many``."""
+    copies = torch.arange(0, many, number, dtype=rows.dtype, device=rows.device)
+    real = (rows >= 0) & (rows < number)
+    return torch.where(real, rows + copies[:, None], rows).flatten()
+
+
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
 

@@ -63,6 +63,7 @@ class Spec:
     regimes: beside "unit", names that `Draw.values` or ``arguments`` itself gives a meaning; "bNN_…" is behaviour NN.
     fixed: arguments whose strides say something (scales in a layout), which no case lays out differently.
     rows: arguments whose first dim is the tokens, for batch invariance: results' first dim is too.
+    names_rows: arguments that hold numbers of such rows: where rows are repeated, so are these.
     structural: regimes in which a result of zeros may be right.
     unwritten: (arguments, outputs) -> of each output a mask over its leading dims of what may hold anything, or None.
     plan: arguments -> those of the op's ``plan``.
@@ -76,6 +77,7 @@ class Spec:
     layouts: tuple[str, ...] = LAYOUTS
     fixed: frozenset[str] = frozenset()
     rows: tuple[str, ...] = ()
+    names_rows: tuple[str, ...] = ()
     structural: frozenset[str] = frozenset()
     verdict: Verdict = bounded
     unwritten: Callable[[dict[str, Any], list[Any]], list[Tensor | None]] | None = None

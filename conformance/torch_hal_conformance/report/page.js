@@ -170,6 +170,7 @@
     const onlyOps = wanted.every(([name]) => name === "op");
     for (const op of others) if (onlyOps && (!chosen.op.value || chosen.op.value === op) && typed.every((word) => op.includes(word))) ops.add(op);
     for (const element of all("tbody[data-op], tr[data-op]")) element.hidden = active && !ops.has(element.dataset.op);
+    for (const list of all("#others")) { list.open = active && all("tbody", list).some((body) => !body.hidden); }
     for (const body of bodies) for (const row of all(".regime", body)) row.hidden = active && !regimes.has(`${body.dataset.op} ${row.dataset.regime}`);
     for (const cell of all("#matrix [data-dtype]")) cell.hidden = Boolean(chosen.dtype.value && cell.dataset.dtype && cell.dataset.dtype !== chosen.dtype.value);
     for (const failure of all(".failure")) failure.hidden = active && !names.has(failure.dataset.case);

@@ -222,6 +222,7 @@ def _mask(op: str) -> Spec:
         BITMASK,
         regimes=("b32_sentinels", "specials"),
         rows=("logits", "bitmask"),
+        names_rows=("indices",),
         verdict=bitwise,
     )
 
