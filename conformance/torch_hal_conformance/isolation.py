@@ -134,6 +134,9 @@ class Judge:
         # What a shell asks of selection is not the backend's: a kernel that was denied would not be judged.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_HAL_") or k in KEPT}
         environment["PYTHONFAULTHANDLER"] = "1"
+        # Its share of the cores: processes whose threads wait for one another's take five times as long.
+        processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
         return subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.worker"],
             stdin=subprocess.PIPE,
