@@ -121,10 +121,13 @@ def taken(x: Tensor, index: Tensor) -> Tensor:
 
 
 def with_copies(rows: Tensor, number: int, many: int) -> Tensor:
-    """Numbers of ``number`` rows, followed by those of their copies where the rows are repeated to ``many``."""
+    """Numbers of ``number`` rows, followed by those of their copies where the rows are repeated to ``many``.
+
+    What names no row becomes -1: of many rows it could name one.
+    """
     copies = torch.arange(0, many, number, dtype=rows.dtype, device=rows.device)
     real = (rows >= 0) & (rows < number)
-    return torch.where(real, rows + copies[:, None], rows).flatten()
+    return torch.where(real, rows + copies[:, None], -1).flatten()
 
 
 def _bits(x: Tensor) -> Tensor:
